@@ -1,0 +1,1 @@
+"""mdlm.eval: likelihood, sources with exact probabilities, speed, and pictures."""

@@ -1,0 +1,1 @@
+"""mdlm.samplers: decoding strategies for masked-diffusion language models."""

@@ -1,0 +1,1 @@
+"""mdlm.training: the training loop, `python -m mdlm.training --config recipe.yaml`."""
