@@ -1,0 +1,49 @@
+# make demo | test | lint: each creates .venv and installs into it first (only when pyproject.toml or constraints.txt changed).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := mdlm/*.py samplers training eval tests
+
+.PHONY: help install demo test test-slow lint format clean
+
+help:
+	@echo "make demo       install, train on the built-in corpus, save, evaluate, generate, show the text unmasking (about 6 minutes)"
+	@echo "make test       install, run the test suite"
+	@echo "make test-slow  the extras behind the marker 'slow'"
+	@echo "make lint       install, ruff and mypy"
+	@echo "make clean      remove .venv and the demo's output"
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== creating $(VENV) and installing (a few minutes the first time)"
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), f"Python 3.10 or newer is needed, this is {sys.version}"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	@echo "== demo: train, save, evaluate, generate"
+	$(BIN)/mdlm demo
+
+test: $(STAMP)
+	@echo "== tests, two at a time"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: $(STAMP)
+	@echo "== slow extras"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	@echo "== ruff and mypy"
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) demo
