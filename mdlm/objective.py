@@ -4,8 +4,8 @@ For a row x of n maskable tokens, a time t and a set M of masked positions drawn
 
     loss(x) = weight(t) * importance * sum over i in M of -log p(x_i | x with M masked)
 
-where p has no mass on the mask id and visible tokens are carried over (SUBS, MDLM section 3.2), is an unbiased estimate
-of the NELBO of x in nats (MDLM eq. 10; LLaDA eq. 12 is the same thing with t as the mask probability). `importance`
+where p has no mass on the mask id and visible tokens are carried over (SUBS, MDLM section 3.2.3), is an unbiased estimate
+of the NELBO of x in nats (MDLM eq. 10; LLaDA eq. 3 is the same thing with t as the mask probability). `importance`
 pays for the at-least-one-mask rule (`corrupt.py`).
 
 Losses of public code bases are not comparable because their normalisers differ. Here a model with uniform logits over V
@@ -171,7 +171,7 @@ class ObjectiveConfig:
     """`token_mean`: per maskable token of the global batch; `sequence_mean`: per maskable token of each row, then the
     mean over rows (LLaDA's fine-tuning loss)."""
     warmup_steps: int = 0
-    """Corruption warm-up (Stable-DiffCoder, arXiv 2601.15892, section 3): for the first `warmup_steps` steps times are
+    """Corruption warm-up (Stable-DiffCoder, arXiv 2601.15892): for the first `warmup_steps` steps times are
     drawn from (0, u_max], u_max grows linearly from `warmup_start` to 1, and the loss is the plain mean over the masked
     tokens of the global batch, whatever `weighting` and `reduction` say for later."""
     warmup_start: float = 1e-3

@@ -3,7 +3,7 @@
 A masked-diffusion process keeps each token with probability alpha(t) and masks it otherwise, independently; alpha falls
 from alpha(0) = 1 to alpha(1) = 0. The continuous-time NELBO weighs the cross entropy of the tokens masked at time t by
 `weight(t)` = -alpha'(t) / (1 - alpha(t)) (Sahoo et al., MDLM, arXiv 2406.07524, eq. 10; Shi et al., MD4, arXiv
-2406.04329, eq. 4). Its value does not depend on the schedule; only the variance of its estimate does.
+2406.04329). Its value does not depend on the schedule; only the variance of its estimate does.
 
 Times of one step are drawn together, as a function of (seed, global row number, global batch) alone: which process or
 micro-batch holds a row changes nothing, and the strata are shuffled in every step so that a row's place in the batch
@@ -91,7 +91,7 @@ class Linear(NoiseSchedule):
 
 @dataclass(frozen=True)
 class Cosine(NoiseSchedule):
-    """alpha = 1 - cos(pi/2 (1 - t)): most of the time is spent at high mask probability (MD4, table 1; MaskGIT).
+    """alpha = 1 - cos(pi/2 (1 - t)): most of the time is spent at high mask probability (MD4; MaskGIT).
 
     Not the alpha = cos(pi t / 2) that some code bases call cosine: that one spends its time at low mask probability.
     """
@@ -115,7 +115,7 @@ class Cosine(NoiseSchedule):
 
 @dataclass(frozen=True)
 class Polynomial(NoiseSchedule):
-    """alpha = 1 - t^power; the weight is power / t (MD4, table 1). `power` = 1 is `Linear`.
+    """alpha = 1 - t^power; the weight is power / t (MD4). `power` = 1 is `Linear`.
 
     A power of at most 1/2 gives the NELBO's estimate infinite variance unless times are clipped away from 0.
     """
