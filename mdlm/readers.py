@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".json", ".ndjson"),
@@ -33,13 +33,15 @@ class Document:
     """One document.
 
     `where` names its place for a reader of error messages; `record` is its number within the shard; `key` decides
-    whether it is held out for validation: documents with equal keys stay together (None = the text itself).
+    whether it is held out for validation: documents with equal keys stay together (None = the text itself); `side` says
+    so outright.
     """
 
     text: str
     where: str
     record: int
     key: str | None = None
+    side: Literal["train", "validation"] | None = None
 
 
 class Source(Protocol):

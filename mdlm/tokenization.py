@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,10 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mdlm.config import MDLMConfig
 from mdlm.readers import check_text
+
+if TYPE_CHECKING:
+    from mdlm.config import MDLMConfig
 
 MASK, PAD, EOS = "<|mask|>", "<|pad|>", "<|eos|>"
 _KNOWN_MASKS = ("<|mdm_mask|>", MASK, "<mask>", "[MASK]")
