@@ -223,7 +223,7 @@ class MarkovSource(ExactSource):
     def random(
         cls, length: int, vocab: int, generator: torch.Generator, scale: float = 1.5, impossible: Impossible = "error"
     ) -> MarkovSource:
-        """Laws are softmaxes of normal draws with standard deviation `scale`; the first symbol's is a row of its own."""
+        """Every law is a softmax of normal draws with standard deviation `scale`; the first symbol has its own."""
         logits = scale * torch.randn(
             vocab + 1, vocab, dtype=torch.float64, generator=generator, device=generator.device
         )
