@@ -65,10 +65,15 @@ def test_swapping_in_and_out_restores_every_bit_and_keeps_the_memory() -> None:
     ema = EMA(model, 0.9)
     set_weights(model, 1)
     before = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
-    with pytest.raises(KeyError), ema.swapped_in(model):
-        assert torch.equal(model.second.weight, ema.average["first.weight"])
-        assert model.second.bias.dtype == torch.bfloat16
-        raise KeyError("an error inside the block must not leave the average in the model")
+
+    def fails() -> None:
+        with ema.swapped_in(model):
+            assert torch.equal(model.second.weight, ema.average["first.weight"])
+            assert model.second.bias.dtype == torch.bfloat16
+            raise KeyError("an error inside the block must not leave the average in the model")
+
+    with pytest.raises(KeyError):
+        fails()
     for name, p in model.named_parameters():
         assert p.data_ptr() == before[name][0]
         assert torch.equal(p, before[name][1])

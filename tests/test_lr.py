@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -21,10 +22,12 @@ def test_never_rises_after_warmup_and_stays_above_final(kind: str, final: float)
     schedule = LRSchedule(kind=kind, warmup_steps=10, final=final)
     factors = [schedule.factor(step, 200) for step in range(10, 200)]
     assert factors[0] == 1.0
-    assert all(a >= b for a, b in zip(factors, factors[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(factors))
     assert factors[-1] > 0.0
     assert min(factors) >= final
-    assert schedule.factor(200, 200) == schedule.factor(5000, 200) == pytest.approx(1.0 if kind == "constant" else final)
+    assert (
+        schedule.factor(200, 200) == schedule.factor(5000, 200) == pytest.approx(1.0 if kind == "constant" else final)
+    )
 
 
 def test_closed_forms() -> None:

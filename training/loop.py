@@ -1,0 +1,315 @@
+"""The training loop, from top to bottom: `train` puts the run together, steps, watches, saves and stops.
+
+One optimizer step uses `global_batch` rows, split over processes and micro-batches. The split changes neither loss nor
+gradient: the normalisers of all parts are summed before the first backward, and each part adds its numerator over that
+sum. Noise, data order and learning rate are functions of the step, so a run needs no random state to go on exactly.
+Read next: `setup.py` (before the first step), `snapshot.py` (saving and loading), `watch.py` (validation, previews).
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mdlm.checkpoint import provenance
+from mdlm.flops import matmul_peak, train_flops_per_token
+from mdlm.objective import NoisedBatch
+from mdlm.training.config import TrainConfig, as_dict
+from mdlm.training.metrics import Metrics
+from mdlm.training.optim import set_learning_rate
+from mdlm.training.setup import Run, build_objective, clear_output, set_up
+from mdlm.training.snapshot import load, open_stream, save, undone
+from mdlm.training.watch import preview, validate
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainingDiverged(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+class StopSignals:
+    """Within the block SIGTERM and Ctrl-C only set `received`, so that the step in progress can be finished and saved.
+
+    A second Ctrl-C interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step tells the loop; the same on every process."""
+
+    grad_norm: float
+    """L2 norm of the global batch's gradient before clipping."""
+    skipped: bool
+    """Loss or gradient was not finite: nothing was updated."""
+    stop: bool
+    """Some process was asked to stop."""
+    seconds: float
+
+
+def train(config: TrainConfig) -> Path | None:
+    """`start` and `train_to_end`."""
+    return train_to_end(start(config))
+
+
+def start(config: TrainConfig) -> Run:
+    """The run as it stands before its next step: set up, resumed if asked for, its length known, its folder ready.
+
+    Raises ValueError or FileNotFoundError for what the user can put right; nothing has been trained or deleted then.
+    """
+    run = set_up(config)
+    if run.resumed_from is not None:
+        load(run, run.resumed_from)
+    else:
+        fix_length(run)
+    run.stream = open_stream(run)
+    clear_output(run)
+    return run
+
+
+def train_to_end(run: Run) -> Path | None:
+    """Makes all steps that are left. Returns the last checkpoint written; None if there was nothing left to do.
+
+    Raises `TrainingDiverged` if it breaks down.
+    """
+    if run.step >= run.total_steps:
+        run.accelerator.print(f"nothing to do: {run.resumed_from} is at step {run.step} of {run.total_steps}")
+        run.accelerator.end_training()
+        return None
+    flops, peak = _arithmetic(run)
+    config = as_dict(run.config)
+    metrics = Metrics(run.accelerator, Path(run.config.output_dir), config, run.step, run.total_steps)
+    with metrics, StopSignals() as signals:
+        metrics.say(_introduction(run))
+        metrics.log("start", run.step, {"config": config, **provenance(), "matmul_peak": peak})
+        return _loop(run, metrics, signals, Rates(flops, peak))
+
+
+def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Path:
+    every = run.config
+    saved: Path | None = None
+    while run.step < run.total_steps:
+        result = optimizer_step(run, stop=signals.received is not None)
+        rates.add(run, result)
+        metrics.step(run.step)
+        last = run.step == run.total_steps
+        if run.step % every.train.log_every == 0 or last:
+            metrics.log("train", run.step, rates.summary(run))
+        check_divergence(run)
+        if (every.checkpoint.every and run.step % every.checkpoint.every == 0) or last or result.stop:
+            saved = save(run)
+        if result.stop:
+            break
+        if every.validation.every and (run.step % every.validation.every == 0 or last):
+            metrics.log("validation", run.step, validate(run))
+        if every.preview.every and (run.step % every.preview.every == 0 or last):
+            for text in preview(run):
+                metrics.log("preview", run.step, {"text": text})
+                metrics.say(f"--- step {run.step}\n{text}\n---")
+    assert saved is not None, "the last step is always saved"
+    if result.stop and run.step < run.total_steps:
+        metrics.log("event", run.step, {"text": "stopped by a signal"})
+        metrics.say(f"stopped by a signal at step {run.step} of {run.total_steps}; --resume auto goes on from {saved}")
+    assert run.stream is not None
+    run.stream.close()
+    run.accelerator.end_training()
+    return saved
+
+
+def optimizer_step(run: Run, stop: bool = False) -> StepResult:
+    """Noise, forward and backward of this process's share of a global batch, then one update, the same everywhere.
+
+    Raises nothing for a loss or gradient that is not finite: the update is left out and counted in `run`.
+    """
+    started = time.perf_counter()
+    accelerator, config = run.accelerator, run.config.optim
+    noised, denominator, stop_votes = noise_global_batch(run, stop)
+    scale = accelerator.num_processes / denominator  # DDP and FSDP2 average over processes; a sum is wanted
+    set_learning_rate(run.optimizer, run.config.lr_schedule.factor(run.step, run.total_steps))
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    for index, micro in enumerate(noised):
+        last = index == len(noised) - 1
+        accelerator.sync_gradients = last
+        with nullcontext() if last else accelerator.no_sync(run.model):
+            terms = run.objective.numerator(run.model, micro)
+            # 0 * loss is NaN if the loss is not finite, which spoils the gradient on every process: no vote is needed
+            accelerator.backward(terms.loss * (scale + 0.0 * terms.loss.detach()).float())
+        sums += torch.stack([terms.loss.detach().double() / denominator, terms.nll_sum, terms.masked_count.double()])
+    limit = math.inf if config.clip_norm is None else config.clip_norm
+    norm = _whole(accelerator.clip_grad_norm_(run.model.parameters(), limit))
+    grad_norm, votes = torch.stack([norm.double(), stop_votes]).tolist()  # the step's one wait for the device
+    skipped = not math.isfinite(grad_norm)
+    if not skipped or accelerator.scaler is not None:  # an fp16 scaler leaves the update out itself, and must know
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    if not skipped and run.ema is not None:
+        run.ema.update(run.core)
+    run.step += 1
+    run.skipped_steps += skipped
+    run.bad_in_a_row = run.bad_in_a_row + 1 if skipped else 0
+    if not skipped:
+        run.unlogged.append(sums)
+    return StepResult(grad_norm, skipped, votes > 0, time.perf_counter() - started)
+
+
+def noise_global_batch(run: Run, stop: bool) -> tuple[list[NoisedBatch], Tensor, Tensor]:
+    """This process's noised micro-batches, the normaliser of the whole global batch, and how many want to stop.
+
+    The two numbers travel in one small all-reduce, the only one of the step besides the gradients'.
+    """
+    assert run.stream is not None
+    noised = [run.objective.noise(next(run.stream), run.step) for _ in range(run.accumulation)]
+    denominator = sum((run.objective.denominator(micro) for micro in noised), torch.zeros((), dtype=torch.float64))
+    shared = torch.stack([denominator, torch.tensor(float(stop), dtype=torch.float64)]).to(run.accelerator.device)
+    if run.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(shared)
+    moved = [micro.to(run.accelerator.device, non_blocking=True) for micro in noised]
+    return moved, shared[0].clamp_min(1.0), shared[1]  # a batch with nothing maskable has loss 0, not 0 / 0
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def check_divergence(run: Run) -> None:
+    """Raises `TrainingDiverged` after `max_bad_steps` skipped steps in a row."""
+    limit = run.config.train.max_bad_steps
+    if run.bad_in_a_row >= limit:
+        raise TrainingDiverged(
+            f"loss or gradient was not finite in {limit} steps in a row, up to step {run.step}; none of them was "
+            f"applied. Resume from the last checkpoint with a lower --optim.lr (now {run.config.optim.lr}) or "
+            "--optim.clip_norm, a longer --lr_schedule.warmup_steps, or --train.precision fp32; if it breaks at the "
+            "same step again, look at the data there"
+        )
+
+
+def fix_length(run: Run) -> None:
+    """With `max_seconds`: measures a step, undoes its effect, and sets `total_steps` to what fits, alike everywhere."""
+    limit = run.config.train.max_seconds
+    if limit is None:
+        return
+    started = time.perf_counter()
+    run.objective = build_objective(run.config, run.core, 0)  # without warm-up, in which fewer rows reach the head
+    with undone(run):
+        run.stream = open_stream(run)
+        _seconds_per_step(run, 3)  # compiles and fills caches
+        rough = _seconds_per_step(run, 5)
+        per_step = _seconds_per_step(run, max(5, math.ceil(0.02 * limit / rough)))
+        run.stream.close()
+    used = time.perf_counter() - started
+    fitting = max(1, int(_largest(run, limit - used) / per_step))
+    run.total_steps = fitting if run.config.train.steps is None else min(fitting, run.config.train.steps)
+    run.objective = build_objective(run.config, run.core, run.total_steps)
+
+
+def _seconds_per_step(run: Run, steps: int) -> float:
+    return _largest(run, sum(optimizer_step(run).seconds for _ in range(steps)) / steps)
+
+
+def _largest(run: Run, value: float) -> float:
+    """The largest of the processes' values, on every process."""
+    shared = torch.tensor(value, dtype=torch.float64, device=run.accelerator.device)
+    if run.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return shared.item()
+
+
+class Rates:
+    """Sums over the steps since the last line of metrics."""
+
+    def __init__(self, flops: Callable[[float], float], peak: float | None) -> None:
+        """`flops`: share of masked tokens -> FLOPs per token; `peak`: FLOP/s of all processes together."""
+        self._flops, self._peak = flops, peak
+        self._steps, self._seconds, self._grad_norm = 0, 0.0, math.nan
+
+    def add(self, run: Run, result: StepResult) -> None:
+        """Counts one step."""
+        self._steps += 1
+        self._seconds += result.seconds
+        self._grad_norm = result.grad_norm
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """The metrics since the last call; joins the processes' losses, so every process must call it."""
+        good = len(run.unlogged)
+        sums = torch.stack(run.unlogged).sum(0) if good else torch.zeros(3, dtype=torch.float64)
+        sums = sums.to(run.accelerator.device)
+        if run.accelerator.num_processes > 1:
+            torch.distributed.all_reduce(sums)
+        loss, nll, masked = sums.tolist()
+        run.unlogged.clear()
+        step_tokens = run.config.train.global_batch * run.config.data.seq_len
+        speed = self._steps * step_tokens / self._seconds
+        share = masked / (good * step_tokens) if good else 0.0
+        eta = (run.total_steps - run.step) * self._seconds / self._steps
+        self._steps, self._seconds = 0, 0.0
+        return {
+            "loss": loss / good if good else math.nan,
+            "masked_nll": nll / masked if masked else math.nan,
+            "masked_share": share,
+            "max_time": run.objective.max_time(run.step - 1),
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "grad_norm": self._grad_norm,
+            "tokens": run.step * step_tokens,
+            "tokens_per_second": speed,
+            "mfu": None if self._peak is None else speed * self._flops(share) / self._peak,
+            "eta_seconds": eta,
+            "skipped_steps": run.skipped_steps,
+        }
+
+
+def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
+    """FLOPs per token as a function of the share of masked tokens, and the matmul peak of all processes, measured."""
+    config, seq_len = run.core.config, run.config.data.seq_len
+
+    def flops(head_share: float) -> float:
+        return train_flops_per_token(config, seq_len, head_share)
+
+    if not run.config.train.measure_peak:
+        return flops, None
+    run.accelerator.wait_for_everyone()  # processes that share a machine measure what is left of it to each
+    own = matmul_peak(run.accelerator.device, _DTYPES[run.config.train.precision])
+    peak = torch.tensor(own, dtype=torch.float64, device=run.accelerator.device)
+    if run.accelerator.num_processes > 1:
+        torch.distributed.all_reduce(peak)
+    return flops, peak.item()
+
+
+def _introduction(run: Run) -> str:
+    parameters = sum(p.numel() for p in run.core.parameters())
+    batch = run.config.train
+    start = f"from step {run.step} of {run.resumed_from}" if run.resumed_from else "from step 0"
+    return (
+        f"{parameters / 1e6:.2f} M parameters; {batch.global_batch} rows of {run.config.data.seq_len} tokens a step = "
+        f"{run.accelerator.num_processes} process(es) x {run.accumulation} x {run.micro_batch}; "
+        f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}\n{run.data.report}"
+    )

@@ -1,0 +1,155 @@
+"""Saving a run and going on from it: which part of `Run` is which file of a checkpoint.
+
+A resumed run makes the same steps, bit for bit, as one that never stopped: everything random is a function of the step,
+and weights, optimizer, average and data position are saved whole. The number of processes and the micro-batch may
+change in between (sums are then rounded in another order); what may not change is in `fingerprint`, and is refused with
+a reason. All functions here must be called by every process. Read next: `mdlm/checkpoint.py`, the folder on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from mdlm import checkpoint as ck
+from mdlm.config import MDLMConfig
+from mdlm.data import BatchStream, merge_states
+from mdlm.training.config import as_dict
+from mdlm.training.ema import EMA
+from mdlm.training.setup import Run, build_objective, fingerprint
+from mdlm.training.state import (
+    check_same_shapes,
+    gather_all,
+    named_optimizer_state,
+    named_weights,
+    restore_optimizer,
+    restore_weights,
+    shard_all,
+)
+
+_OPTIMIZER = f"{ck.STATE_FOLDER}/optimizer.safetensors"
+_RAW_WEIGHTS = f"{ck.STATE_FOLDER}/model.safetensors"
+
+
+def save(run: Run) -> Path:
+    """Writes `checkpoint-<step>` and deletes what is older than the newest `keep_last`. Returns its folder.
+
+    The main process writes everything; the others only help gathering.
+    """
+    assert run.stream is not None
+    folder, keep = Path(run.config.output_dir), run.accelerator.is_main_process
+    weights = gather_all(named_weights(run.core), keep)
+    optimizer = gather_all(named_optimizer_state(run.core, run.raw_optimizer), keep)
+    average = {} if run.ema is None else gather_all(run.ema.average, keep)
+    position = merge_states(gather_object([run.stream.state_dict()]))
+    if keep:
+        partial = ck.begin_checkpoint(folder, run.step)
+        ck.write_model(partial, run.core.config, {**weights, **average}, run.tokenizer)
+        ck.write_tensors(partial / _OPTIMIZER, optimizer)
+        if run.ema is not None:
+            ck.write_tensors(partial / _RAW_WEIGHTS, weights)
+        ck.commit_checkpoint(partial, _state(run, position))
+        ck.prune_checkpoints(folder, run.config.checkpoint.keep_last)
+    run.accelerator.wait_for_everyone()
+    return ck.checkpoint_path(folder, run.step)
+
+
+def _state(run: Run, position: dict[str, Any]) -> dict[str, Any]:
+    scaler = run.accelerator.scaler
+    return {
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "skipped_steps": run.skipped_steps,
+        "bad_in_a_row": run.bad_in_a_row,
+        "ema_updates": None if run.ema is None else run.ema.updates,
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "data": position,
+        "fingerprint": fingerprint(run.config, run.tokenizer),
+        "config": as_dict(run.config),
+        **ck.provenance(),
+    }
+
+
+def load(run: Run, checkpoint: Path) -> None:
+    """Brings a freshly set up run to where the checkpoint was made. Raises ValueError if it belongs to another run."""
+    state = ck.read_state(checkpoint)
+    _check_same_run(run, state, checkpoint)
+    published = ck.read_model_weights(checkpoint)
+    check_same_shapes(named_weights(run.core), published, str(checkpoint))
+    raw = published if run.ema is None else ck.read_tensors(checkpoint / _RAW_WEIGHTS)
+    restore_weights(run.core, raw, str(checkpoint))
+    restore_optimizer(run.core, run.raw_optimizer, ck.read_tensors(checkpoint / _OPTIMIZER), str(checkpoint))
+    if run.ema is not None:
+        average = {name: published[name] for name in run.ema.average}
+        run.ema.load(shard_all(average, run.ema.average), state["ema_updates"])
+    if run.accelerator.scaler is not None and state["scaler"] is not None:
+        run.accelerator.scaler.load_state_dict(state["scaler"])
+    run.step = state["step"]
+    run.skipped_steps, run.bad_in_a_row = state["skipped_steps"], state["bad_in_a_row"]
+    if run.config.train.max_seconds is not None:
+        run.total_steps = state["total_steps"]
+        run.objective = build_objective(run.config, run.core, run.total_steps)
+    elif run.total_steps != state["total_steps"]:
+        run.accelerator.print(
+            f"the run is now {run.total_steps} steps long instead of {state['total_steps']}: what is a fraction of it "
+            "(learning rate, corruption warm-up) changes from here on"
+        )
+    run.position = state["data"]
+
+
+def _check_same_run(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
+    own = fingerprint(run.config, run.tokenizer)
+    changed = [
+        f"{key} was {state['fingerprint'][key]}, is {own[key]}" for key in own if own[key] != state["fingerprint"][key]
+    ]
+    saved = MDLMConfig.from_pretrained(checkpoint).to_dict()
+    now = run.core.config.to_dict()
+    volatile = {"dtype", "architectures", "transformers_version", "_name_or_path", "use_cache"}
+    changed += [
+        f"the model's {key} was {saved.get(key)}, is {now.get(key)}"
+        for key in sorted(saved.keys() | now.keys())
+        if key not in volatile and saved.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ValueError(
+            f"--resume: {checkpoint} belongs to another run: {'; '.join(changed)}. Restore these options, or start a "
+            f"new run from its weights with --model.init_from {checkpoint}"
+        )
+
+
+def open_stream(run: Run) -> BatchStream:
+    """This process's training batches from where the run stands. Raises ValueError if the data is not the same."""
+    return run.data.train_batches(
+        run.micro_batch,
+        rank=run.accelerator.process_index,
+        world=run.accelerator.num_processes,
+        state=run.position,
+    )
+
+
+@contextmanager
+def undone(run: Run) -> Iterator[None]:
+    """After the block, weights, optimizer, average, scaler and counters are as before it, bit for bit.
+
+    Only for a run that has made no step, whose optimizer is empty.
+    """
+    assert not run.raw_optimizer.state, "the optimizer has a state already"
+    scaler = run.accelerator.scaler
+    scale = None if scaler is None else scaler.state_dict()
+    weights = [p.detach().clone() for p in run.core.parameters()]
+    yield
+    with torch.no_grad():
+        for p, before in zip(run.core.parameters(), weights, strict=True):
+            p.copy_(before)
+    run.raw_optimizer.state.clear()
+    if run.ema is not None:
+        run.ema = EMA(run.core, run.ema.decay)
+    if scaler is not None and scale is not None:
+        scaler.load_state_dict(scale)
+    run.step = run.skipped_steps = run.bad_in_a_row = 0
+    run.unlogged.clear()
