@@ -1,0 +1,440 @@
+"""The bidirectional transformer: `MDLMModel` (tokens to hidden states) and `MDLMForMaskedLM` (to logits).
+
+Pre-norm blocks of RMSNorm (1910.07467), rotary positions (2104.09864, half-split), grouped-query attention (2305.13245)
+and SwiGLU (2002.05202); parameter names are those of Qwen2/Qwen3, so converting such a model renames nothing. Norms,
+rotations and the softmax are computed in float32 whatever the weights are. There is no dropout: masking is the noise.
+
+Attention goes through `transformers`' attention interface (`attn_implementation`); what each implementation is told
+about padding, packed documents and blocks is in `attention.py`. Read next: `objective.py`, which trains this model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple, is_flash_attention_requested
+
+from mdlm.attention import (
+    FlashPlan,
+    document_ids,
+    eager_attention,
+    flash_plan,
+    flex_block_mask,
+    previous_in_document,
+    token_positions,
+    visible,
+)
+from mdlm.config import MDLMConfig
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+HEAD_ROW_STEPS = 8
+"""`logits_at` computes the head on a multiple of this fraction of the tokens: a matmul of a new size at every step
+makes the CPU's library rebuild its kernels, which costs more than the rows saved."""
+
+
+class MDLMRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32; returns the dtype of x."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class ResidualOutput(nn.Linear):
+    """A projection that writes into the residual stream. Its initial weights are smaller, so that the sum of all
+    branches has the same scale at any depth (GPT-2)."""
+
+
+def rotary_angles(
+    config: MDLMConfig, positions: Int[Tensor, "rows seq"]
+) -> tuple[Float[Tensor, "rows 1 seq dim"], Float[Tensor, "rows 1 seq dim"]]:
+    """Cosine and sine of position * frequency, float32. Not a buffer: `model.half()` would round the frequencies."""
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type == "default":
+        pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
+        frequency, scale = config.rope_theta ** (-pair / config.head_dim), 1.0
+    else:
+        frequency, scale = ROPE_INIT_FUNCTIONS[rope_type](config, positions.device)
+    angle = positions[:, None, :, None].float() * frequency.float()
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def rotate(
+    x: Float[Tensor, "batch heads seq dim"],
+    cos: Float[Tensor, "rows 1 seq dim"],
+    sin: Float[Tensor, "rows 1 seq dim"],
+) -> Float[Tensor, "batch heads seq dim"]:
+    """Turn the pairs (j, j + dim/2) of each head by their angle, in float32; returns the dtype of x."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+class MDLMAttention(nn.Module):
+    """Grouped-query self-attention without causal order; the mask decides who sees whom."""
+
+    is_causal = False  # read by the attention functions of `transformers`
+
+    def __init__(self, config: MDLMConfig) -> None:
+        super().__init__()
+        self.config = config  # its `_attn_implementation` may be switched later
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.qkv_bias)
+        self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = MDLMRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = MDLMRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "batch seq width"],
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor | BlockMask | None,
+        flash: FlashPlan | None,
+    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq seq"] | None]:
+        batch, seq, _ = hidden.shape
+        by_head = (batch, seq, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden).view(by_head)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden).view(by_head)).transpose(1, 2)
+        value = self.v_proj(hidden).view(by_head).transpose(1, 2)
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        lengths: dict[str, Any] = {}
+        if flash is not None:
+            lengths = {
+                "cu_seq_lens_q": flash.cu_seq_lens,
+                "cu_seq_lens_k": flash.cu_seq_lens,
+                "max_length_q": flash.max_length,
+                "max_length_k": flash.max_length,
+            }
+        out, weights = attend(self, query, key, value, mask, dropout=0.0, scaling=self.head_dim**-0.5, **lengths)
+        return self.o_proj(out.reshape(batch, seq, -1)), weights
+
+
+class MDLMMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: MDLMConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = ResidualOutput(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq width"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MDLMLayer(GradientCheckpointingLayer):
+    """One transformer block. Where norms and residual sums sit (`norm_placement`) is decided in `forward` and nowhere
+    else; `pre` normalises the input of each branch."""
+
+    def __init__(self, config: MDLMConfig) -> None:
+        super().__init__()
+        self.input_layernorm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MDLMAttention(config)
+        self.post_attention_layernorm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MDLMMLP(config)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "batch seq width"],
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor | BlockMask | None,
+        flash: FlashPlan | None,
+    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq seq"] | None]:
+        attended, weights = self.self_attn(self.input_layernorm(hidden), rotation, mask, flash)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), weights
+
+
+class MDLMPreTrainedModel(PreTrainedModel):
+    """What both models share: saving and loading, initialisation, what `transformers` may do with them."""
+
+    config: MDLMConfig
+    config_class = MDLMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MDLMLayer"]  # noqa: RUF012 - the form `transformers` reads
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ResidualOutput):
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            init.normal_(module.weight, mean=0.0, std=std)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """`transformers`' resizing, which also sets `config.num_tokens` to `new_num_tokens`.
+
+        Rows added by `pad_to_multiple_of` are beyond `num_tokens`, so they are never emitted. Give the number of tokens
+        of the tokenizer, not a number rounded up by hand.
+        """
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if new_num_tokens is not None:
+            self.config.num_tokens = new_num_tokens
+        return embedding
+
+
+class MDLMModel(MDLMPreTrainedModel):
+    """The backbone: token ids to the last, normalised hidden states."""
+
+    def __init__(self, config: MDLMConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([MDLMLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def plan_flash(
+        self, attention_mask: Tensor | None, position_ids: Int[Tensor, "batch seq"] | None
+    ) -> FlashPlan | None:
+        """The cumulative lengths `forward` needs under flash attention; None where it needs none.
+
+        Their number depends on the data, so a compiled backbone gets them from outside, as `MDLMForMaskedLM` does.
+        """
+        if not is_flash_attention_requested(self.config):
+            return None
+        documents = document_ids(None if attention_mask is None else attention_mask.bool(), position_ids)
+        return None if documents is None else flash_plan(documents)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | Int[Tensor, "batch seq"] | None = None,
+        position_ids: Int[Tensor, "batch seq"] | None = None,
+        flash: FlashPlan | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BaseModelOutput:
+        """Hidden state of every token.
+
+        Args:
+            input_ids: token ids, mask ids included.
+            attention_mask: 1 or True where there is a token, 0 or False on padding. None: no padding.
+            position_ids: positions that restart at 0 at every packed document; a token sees its own document only.
+                None: each row is one document, counted over its real tokens.
+            flash: what `plan_flash` returned for the same batch; computed here if None.
+            output_hidden_states: also return the states before each layer and at the end.
+            output_attentions: also return the attention weights of each layer; needs `eager`.
+
+        Returns:
+            `last_hidden_state [batch, seq, width]`. Padding gets finite values without a meaning.
+
+        Raises:
+            ValueError: shapes that do not fit each other, a sequence longer than `max_position_embeddings`, ids outside
+                the embedding (checked on the CPU; an accelerator would have to wait for it), `block_size` under flash
+                attention, `output_attentions` of another implementation than `eager`.
+        """
+        config = self.config
+        uses_flash = is_flash_attention_requested(config)
+        check_inputs(config, input_ids, attention_mask, position_ids)
+        check_outputs(config, output_hidden_states, output_attentions)
+        real = None if attention_mask is None else attention_mask.bool()
+        positions = token_positions(input_ids, real, position_ids)
+        hidden = self.embed_tokens(input_ids)
+        batch, seq, width = hidden.shape
+
+        mask: Tensor | BlockMask | None = None
+        if uses_flash:
+            flash = flash if flash is not None else self.plan_flash(real, position_ids)
+        elif config._attn_implementation == "flex_attention":
+            mask = flex_block_mask(positions, document_ids(real, position_ids), config.block_size)
+        else:
+            mask = visible(positions, document_ids(real, position_ids), config.block_size)
+        if flash is not None:
+            hidden = hidden.reshape(1, -1, width)[:, flash.tokens]
+            positions = positions.expand(batch, seq).reshape(1, -1)[:, flash.tokens]
+
+        rotation = rotary_angles(config, positions)
+        states, attentions = [hidden], []
+        for layer in self.layers:
+            hidden, weights = layer(hidden, rotation, mask, flash)
+            states.append(hidden)
+            attentions.append(weights)
+        hidden = self.norm(hidden)
+        if flash is not None:
+            hidden = hidden.new_zeros(batch * seq, width).index_copy(0, flash.tokens, hidden[0]).view(batch, seq, width)
+        return BaseModelOutput(
+            last_hidden_state=hidden,
+            hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+
+
+class MDLMForMaskedLM(MDLMPreTrainedModel):
+    """The denoiser network: the backbone and a linear head. Logits are raw; `objective.subs_log_probs` makes them the
+    distribution of the SUBS parameterisation."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - the form `transformers` reads
+
+    def __init__(self, config: MDLMConfig) -> None:
+        super().__init__(config)
+        self.model = MDLMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | Int[Tensor, "batch seq"] | None = None,
+        position_ids: Int[Tensor, "batch seq"] | None = None,
+        logits_at: Bool[Tensor, "batch seq"] | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> MaskedLMOutput:
+        """Raw logits of every token, or of the tokens asked for.
+
+        Args:
+            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions: as in `MDLMModel`.
+            logits_at: compute the head on these positions only. Changes nothing but time and memory.
+
+        Returns:
+            `logits [batch, seq, vocab]`, or with `logits_at` `[rows, vocab]` for its True positions in reading order.
+            The logits at i are the prediction of token i, also in a model with `config.shift_logits`: there they come
+            from the hidden state of the token before it in its document (the first token's from its own).
+
+        Raises:
+            ValueError: as `MDLMModel`, or `logits_at` is not a boolean mask of the shape of `input_ids`.
+        """
+        check_inputs(self.config, input_ids, attention_mask, position_ids)
+        if logits_at is not None and (logits_at.dtype != torch.bool or logits_at.shape != input_ids.shape):
+            raise ValueError(
+                f"logits_at is {logits_at.dtype} of shape {list(logits_at.shape)}; it must be a boolean mask of the "
+                f"shape of input_ids, {list(input_ids.shape)}"
+            )
+        out = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            flash=self.model.plan_flash(attention_mask, position_ids),
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        hidden = out.last_hidden_state
+        source = None
+        if self.config.shift_logits:
+            real = None if attention_mask is None else attention_mask.bool()
+            source = previous_in_document(real, position_ids, input_ids).expand_as(input_ids)
+        if logits_at is not None:
+            logits = self._head_at(hidden, logits_at, source)
+        elif source is not None:
+            logits = self.lm_head(hidden.gather(1, source[:, :, None].expand_as(hidden)))
+        else:
+            logits = self.lm_head(hidden)
+        return MaskedLMOutput(logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+
+    def _head_at(
+        self,
+        hidden: Float[Tensor, "batch seq width"],
+        at: Bool[Tensor, "batch seq"],
+        source: Int[Tensor, "batch seq"] | None,
+    ) -> Float[Tensor, "rows vocab"]:
+        rows = at.flatten().nonzero().squeeze(-1)
+        count, total, seq = len(rows), at.numel(), at.shape[1]
+        if source is not None:
+            rows = rows - rows % seq + source.flatten()[rows]
+        step = math.ceil(total / HEAD_ROW_STEPS)
+        padded = max(step, step * math.ceil(count / step))
+        rows = F.pad(rows, (0, padded - count))
+        return self.lm_head(hidden.flatten(0, 1).index_select(0, rows))[:count]
+
+    def generate(self, inputs: Any, *, tokenizer: Any = None, strategy: Any = None, **options: Any) -> Any:
+        """Unmask text: `mdlm.samplers.generate.generate(self, tokenizer, inputs, strategy=..., **options)`."""
+        from mdlm.samplers.generate import generate
+
+        return generate(self, tokenizer, inputs, strategy=strategy, **options)
+
+
+def check_inputs(
+    config: MDLMConfig, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """Refuse inputs that would fail deep inside torch, or worse, pass. Raises ValueError."""
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        raise ValueError(
+            f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}; it must hold token ids as [batch, seq]"
+        )
+    for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+        if value is not None and value.shape != input_ids.shape:
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}; it must have the shape of input_ids, {list(input_ids.shape)}: "
+                "one number per token (the model builds the square attention mask itself)"
+            )
+    if position_ids is None and input_ids.shape[1] > config.max_position_embeddings:
+        raise ValueError(
+            f"the sequence is {input_ids.shape[1]} tokens long, the model takes at most "
+            f"max_position_embeddings={config.max_position_embeddings}; shorten it or pack documents with position_ids"
+        )
+    if config.block_size is not None and is_flash_attention_requested(config):
+        raise ValueError(
+            f"{config._attn_implementation} has no block-causal mask (block_size={config.block_size}); load the model "
+            "with attn_implementation='sdpa' or 'flex_attention', or set block_size=None"
+        )
+    if torch.compiler.is_compiling() or input_ids.device.type != "cpu" or input_ids.numel() == 0:
+        return
+    low, high = (int(bound) for bound in input_ids.aminmax())
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(
+            f"input_ids holds {low if low < 0 else high}, but the embedding has rows 0 .. {config.vocab_size - 1}; is "
+            "this the tokenizer the model was trained with?"
+        )
+    if position_ids is not None:
+        low, high = (int(bound) for bound in position_ids.aminmax())
+        if low < 0 or high >= config.max_position_embeddings:
+            raise ValueError(
+                f"position_ids holds {low if low < 0 else high}; positions run from 0 to "
+                f"max_position_embeddings - 1 = {config.max_position_embeddings - 1}"
+            )
+
+
+def check_outputs(config: MDLMConfig, output_hidden_states: bool, output_attentions: bool) -> None:
+    """Refuse to return what an attention implementation does not have. Raises ValueError."""
+    if output_attentions and config._attn_implementation != "eager":
+        raise ValueError(
+            f"{config._attn_implementation} does not return attention weights; load the model with "
+            "attn_implementation='eager'"
+        )
+    if output_hidden_states and is_flash_attention_requested(config):
+        raise ValueError(
+            f"hidden states are not returned under {config._attn_implementation}, which runs without padding; load the "
+            "model with attn_implementation='sdpa'"
+        )
