@@ -1,4 +1,4 @@
-"""Independent float64 references of the diffusion maths: plain Python and numpy, slow, sharing no code with the product.
+"""Independent float64 references of the diffusion maths: plain Python and numpy, slow, no code shared with the product.
 
 Every quantity is written from its definition: expectations are sums over all mask configurations, integrals over time
 are Gauss-Legendre quadratures, derivatives are not needed (the loss weight is integrated as a measure on alpha).

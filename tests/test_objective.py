@@ -1,0 +1,508 @@
+"""The loss: calibrated, the same for any split, exact against float64, and loud where something is wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mdlm.data import Batch
+from mdlm.objective import LossTerms, NoisedBatch, Objective, ObjectiveConfig, subs_log_probs, subs_nll
+from mdlm.schedule import SCHEDULES, draw_times
+
+VOCAB, TOKENS, MASK = 24, 20, 3  # four padding rows of the vocabulary
+OPTIONS: list[dict[str, Any]] = [
+    {"weighting": weighting, "schedule": schedule, "reduction": reduction}
+    for weighting in ("nelbo", "llada", "none")
+    for schedule in SCHEDULES
+    for reduction in ("token_mean", "sequence_mean")
+    if weighting != "llada" or schedule == "linear"
+]
+
+
+def _objective(global_batch: int = 8, seed: int = 0, **options: Any) -> Objective:
+    config = ObjectiveConfig(**options)
+    return config.build(global_batch=global_batch, seed=seed, mask_token_id=MASK, num_tokens=TOKENS)
+
+
+def _batch(rows: int, seq: int = 16, start: int = 0, fraction: float = 0.8, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(
+        input_ids=torch.randint(MASK + 1, TOKENS, (rows, seq), generator=generator),
+        maskable=torch.rand(rows, seq, generator=generator) < fraction,
+        rows=torch.arange(start, start + rows),
+    )
+
+
+def _take(batch: Batch, index: Tensor | slice) -> Batch:
+    return Batch(batch.input_ids[index], batch.maskable[index], batch.rows[index])
+
+
+class Constant:
+    """A model with the same logits everywhere."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    def __call__(self, input_ids: Tensor, attention_mask: Any, position_ids: Any, logits_at: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits.expand(int(logits_at.sum()), -1))
+
+
+class Tiny(nn.Module):
+    """A denoiser that looks at its neighbours."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.embed = nn.Parameter(torch.randn(VOCAB, 8, generator=generator).to(dtype))
+        self.head = nn.Parameter(torch.randn(8, VOCAB, generator=generator).to(dtype))
+
+    def forward(self, input_ids: Tensor, attention_mask: Any, position_ids: Any, logits_at: Tensor) -> SimpleNamespace:
+        x = self.embed[input_ids]
+        x = torch.tanh(x + x.roll(1, dims=1) - 0.5 * x.roll(-1, dims=1))
+        return SimpleNamespace(logits=x[logits_at] @ self.head)
+
+
+# --- SUBS ---------------------------------------------------------------------------------------------------------
+
+
+def _logits(rows: int, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (4 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_log_probs_equal_the_reference_whatever_the_precision_of_the_logits(dtype: torch.dtype) -> None:
+    logits = _logits(30, dtype)
+    got = subs_log_probs(logits.reshape(5, 6, VOCAB), MASK, TOKENS)
+    exact = reference.allowed_log_softmax(logits.double().numpy(), MASK, TOKENS).reshape(5, 6, TOKENS)
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    np.testing.assert_allclose(got.numpy(), exact, atol=1e-12 if dtype == torch.float64 else 3e-6)
+    assert bool((got[..., MASK] == -math.inf).all())
+    torch.testing.assert_close(got.double().exp().sum(-1), torch.ones(5, 6).double(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, VOCAB), (7, VOCAB), (1400, 400)])  # the last takes several chunks
+def test_nll_and_its_gradient_equal_the_plain_path(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    rows, vocab = shape
+    targets = torch.randint(MASK + 1, TOKENS, (rows,), generator=torch.Generator().manual_seed(2))
+    weight = torch.linspace(0.1, 3, rows, dtype=torch.float64)
+    gradients = []
+    values = []
+    for fast in (True, False):
+        logits = _logits(rows, dtype, vocab).requires_grad_()
+        if fast:
+            nll = subs_nll(logits, targets, MASK, TOKENS)
+        else:
+            nll = -subs_log_probs(logits.double(), MASK, TOKENS).gather(1, targets[:, None]).squeeze(1)
+        values.append(nll.detach().double())
+        gradients.append(torch.autograd.grad((nll * weight).sum(), logits)[0].double())
+    exact = dtype == torch.float64
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=1e-12 if exact else 1e-5)
+    grad_tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=grad_tolerance)
+    assert bool((gradients[0][:, MASK] == 0).all())
+    assert bool((gradients[0][:, TOKENS:] == 0).all())
+
+
+def test_nll_passes_gradcheck_and_leaves_the_logits_alone() -> None:
+    logits = _logits(6, torch.float64).requires_grad_()
+    before = logits.detach().clone()
+    targets = torch.tensor([4, 5, 6, 7, 19, 0])
+    assert torch.autograd.gradcheck(lambda x: subs_nll(x, targets, MASK, TOKENS), (logits,))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("column", [MASK, TOKENS, VOCAB - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_cannot_be_emitted_takes_no_probability(column: int, dtype: torch.dtype) -> None:
+    """Adversarial logits: the mask id or a padding row is the argmax by far."""
+    targets = torch.full((9,), 7)
+    plain = _logits(9, dtype)
+    hostile = plain.clone()
+    hostile[:, column] = 3e4
+    hostile.requires_grad_()
+    nll = subs_nll(hostile, targets, MASK, TOKENS)
+    assert torch.equal(nll, subs_nll(plain, targets, MASK, TOKENS))
+    (gradient,) = torch.autograd.grad(nll.sum(), hostile)
+    assert bool(gradient.isfinite().all())
+    assert float(subs_log_probs(hostile.detach(), MASK, TOKENS).exp().sum(-1).min()) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("target", [MASK, TOKENS, VOCAB - 1])
+def test_a_target_that_cannot_be_emitted_costs_infinity(target: int) -> None:
+    assert float(subs_nll(torch.zeros(1, VOCAB), torch.tensor([target]), MASK, TOKENS)) == math.inf
+
+
+def test_nan_and_infinity_are_not_hidden() -> None:
+    targets = torch.tensor([5, 5, 5, 5])
+    logits = torch.zeros(4, VOCAB)
+    logits[0, 9] = math.nan
+    logits[1, 5] = -math.inf
+    logits[2] = -math.inf
+    logits[3, 9] = math.inf
+    nll = subs_nll(logits, targets, MASK, TOKENS)
+    assert nll.isnan().tolist()[:1] + nll.isnan().tolist()[2:3] == [True, True]
+    assert float(nll[1]) == math.inf
+    assert not bool(nll[3].isfinite())
+    assert bool(subs_log_probs(logits, MASK, TOKENS)[0, [4, 5, 9]].isnan().all())
+    objective, batch = _objective(4), _batch(4)
+    poisoned = torch.zeros(VOCAB)
+    poisoned[11] = math.nan
+    terms = objective.numerator(Constant(poisoned), objective.noise(batch, 0))
+    assert math.isnan(float(terms.loss))
+    assert math.isnan(float(terms.nll_sum))
+
+
+# --- calibration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.3])
+def test_uniform_logits_cost_log_v(options: dict[str, Any], eps: float) -> None:
+    """Exactly for the mean over masked tokens, in expectation (here: within 4 standard errors) for every option."""
+    rows = 4096
+    objective, batch = _objective(rows, eps=eps, sampling="uniform", **options), _batch(rows)
+    noised = objective.noise(batch, 0)
+    terms = objective.numerator(Constant(torch.full((VOCAB,), 0.37)), noised)
+    log_v = math.log(TOKENS - 1)
+    assert float(terms.nll_sum / terms.masked_count) == pytest.approx(log_v, rel=1e-6)
+    share = noised.weight.double().sum(1)  # of each row in the numerator
+    scale = float(objective.denominator(noised)) / rows
+    error = float(share.std()) / rows**0.5 / scale
+    assert error < 0.05
+    loss = float(terms.loss) / float(objective.denominator(noised))
+    if options["weighting"] == "none":
+        assert loss == pytest.approx(log_v, rel=1e-5)
+    else:
+        assert abs(loss / log_v - 1.0) < 4 * error
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("eps", [0.0, 0.05, 0.3])
+def test_expected_weight_is_one_exactly(schedule: str, eps: float) -> None:
+    """No Monte Carlo: a fine grid of t over one global batch, expectation over masks by mask probability.
+
+    With all tokens masked or not by p(t), E[weight * #masked] / n = mean of weight(t) p(t), which must be 1: clipping
+    t by eps without a correction is off by up to half of eps.
+    """
+    size = 4001
+    objective = _objective(size, schedule=schedule, eps=eps, sampling="low_discrepancy")
+    rows = torch.arange(size)
+    noise_schedule = objective.noise_schedule()
+    t = draw_times(rows, size, 0, "low_discrepancy", eps)
+    batch = Batch(torch.full((size, 64), 5), torch.ones(size, 64, dtype=torch.bool), rows)
+    noised = objective.noise(batch, 0)
+    assert torch.equal(noised.times, t)
+    several = noised.masked.sum(1) > 1  # importance 1
+    weight = noised.weight.double().max(1).values[several]
+    expected = (weight * noise_schedule.mask_prob(t[several])).mean()
+    full = (noise_schedule.weight(t) * noise_schedule.mask_prob(t)).mean()
+    correction = (1 - eps) / float(noise_schedule.alpha(torch.tensor(eps).double()))
+    assert float(full) * correction == pytest.approx(1.0, abs=2e-4)
+    part = (noise_schedule.weight(t) * noise_schedule.mask_prob(t))[several].mean()
+    assert float(expected / part) == pytest.approx(correction, rel=1e-6)
+
+
+def test_dividing_a_weighted_sum_by_the_masked_count_would_depend_on_batch_size() -> None:
+    """Symptom (two public frameworks): uniform logits cost 22.6 at batch size 1 and 9.7 at 8 instead of log V."""
+    log_v, model = math.log(TOKENS - 1), Constant(torch.zeros(VOCAB))
+    steps = 3000
+    ours, theirs = {}, {}
+    for size in (1, 8):
+        objective = _objective(size, sampling="uniform")
+        batch = _batch(size * steps, fraction=1.0)
+        noised = objective.noise(batch, 0)
+        step_sum = (noised.weight.double().sum(1) * log_v).reshape(steps, size).sum(1)
+        first = objective.noise(_take(batch, slice(0, size)), 0)
+        assert float(objective.numerator(model, first).loss) == pytest.approx(float(step_sum[0]), rel=1e-5)
+        assert float(objective.denominator(first)) == 16 * size
+        right = step_sum / (16 * size)
+        wrong = step_sum / noised.masked.sum(1).reshape(steps, size).sum(1)
+        ours[size] = (float(right.mean()), float(right.std()) / steps**0.5)
+        theirs[size] = float(wrong.mean())
+    for mean, error in ours.values():
+        assert abs(mean - log_v) < 4 * error
+    assert theirs[1] > 1.5 * theirs[8] > 1.5 * log_v
+
+
+def test_a_position_left_out_of_the_loss_is_left_out_of_the_normaliser() -> None:
+    """Symptom: the BOS leaves the numerator but stays in the denominator, so the loss is too low by 1/length."""
+    rows, seq = 4096, 4
+    objective = _objective(rows)
+    batch = _batch(rows, seq, fraction=1.0)
+    maskable = batch.maskable.clone()
+    maskable[:, 0] = False
+    noised = objective.noise(replace(batch, maskable=maskable), 0)
+    assert not bool(noised.masked[:, 0].any())
+    assert float(objective.denominator(noised)) == rows * (seq - 1)
+    share = noised.weight.double().sum(1)
+    error = float(share.std()) / rows**0.5 / (seq - 1)
+    assert abs(float(share.sum()) / (rows * (seq - 1)) - 1) < 4 * error < 0.1
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+
+def test_llada_and_the_nelbo_of_the_linear_schedule_are_the_same_loss() -> None:
+    batch = _batch(64)
+    for reduction in ("token_mean", "sequence_mean"):
+        nelbo = _objective(64, weighting="nelbo", reduction=reduction).noise(batch, 0)
+        llada = _objective(64, weighting="llada", reduction=reduction).noise(batch, 0)
+        assert torch.equal(nelbo.masked, llada.masked)
+        torch.testing.assert_close(nelbo.weight, llada.weight, rtol=1e-6, atol=0)
+
+
+def test_weights_equal_their_formulas_row_by_row() -> None:
+    batch = _batch(200, seq=6)
+    for schedule, alpha in reference.ALPHAS.items():
+        for reduction in ("token_mean", "sequence_mean"):
+            noised = _objective(200, schedule=schedule, eps=0.0, reduction=reduction).noise(batch, 0)
+            for row in range(200):
+                t, n, k = float(noised.times[row]), int(batch.maskable[row].sum()), int(noised.masked[row].sum())
+                if n == 0:
+                    assert not bool(noised.weight[row].any())
+                    continue
+                p, h = 1 - alpha(t), 1e-6
+                expected = -(alpha(t + h) - alpha(t - h)) / (2 * h) / p
+                expected *= n * p / (n * p + 1 - p) if k == 1 else 1.0
+                expected /= n if reduction == "sequence_mean" else 1
+                assert noised.weight[row, noised.masked[row]].tolist() == pytest.approx([expected] * k, rel=1e-4)
+                assert not bool(noised.weight[row, ~noised.masked[row]].any())
+
+
+def test_a_small_time_cannot_blow_up_a_row() -> None:
+    """Without clipping, a lone mask at t -> 0 weighs at most n (1/t without the importance)."""
+    objective = _objective(1, eps=0.0)
+    batch = Batch(torch.full((20_000, 16), 5), torch.ones(20_000, 16, dtype=torch.bool), torch.arange(20_000))
+    noised = objective.noise(batch, 0)
+    single = noised.masked.sum(1) == 1
+    assert float(noised.times.min()) < 1e-4
+    assert float(noised.weight[single].max()) <= 16.0
+
+
+def test_unweighted_loss_is_the_plain_mean() -> None:
+    batch = _batch(8)
+    model = Tiny()
+    for reduction in ("token_mean", "sequence_mean"):
+        objective = _objective(8, weighting="none", reduction=reduction)
+        noised = objective.noise(batch, 0)
+        loss = _loss(objective, model, noised)
+        nll = _dense_nll(model, noised)
+        if reduction == "token_mean":
+            expected = nll[noised.masked].mean()
+        else:
+            expected = torch.stack([nll[r, noised.masked[r]].mean() for r in range(8)]).mean()
+        assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def _loss(objective: Objective, model: Any, noised: NoisedBatch) -> float:
+    return float(objective.numerator(model, noised).loss.detach() / objective.denominator(noised))
+
+
+def _dense_nll(model: Any, noised: NoisedBatch) -> Tensor:
+    """Reference negative log-likelihood at masked positions, 0 elsewhere, float64."""
+    logits = model(noised.input_ids, None, None, noised.masked).logits.detach().double().numpy()
+    log_probs = torch.from_numpy(reference.allowed_log_softmax(logits, MASK, TOKENS))
+    nll = torch.zeros(noised.masked.shape, dtype=torch.float64)
+    nll[noised.masked] = -log_probs.gather(1, noised.targets[noised.masked][:, None]).squeeze(1)
+    return nll
+
+
+def test_sequence_mean_weighs_sequences_equally_and_token_mean_tokens() -> None:
+    batch = _batch(8)
+    maskable = batch.maskable.clone()
+    maskable[0, 2:] = False
+    maskable[1] = False
+    maskable[2] = True
+    batch = replace(batch, maskable=maskable)
+    model, n = Tiny(), maskable.sum(1).double()
+    token = _objective(8)
+    noised = token.noise(batch, 0)
+    per_row = (_dense_nll(model, noised) * noised.weight).sum(1)
+    loss = _loss(token, model, noised)
+    assert loss == pytest.approx(float(per_row.sum() / n.sum()), rel=1e-5)
+    sequence = _objective(8, reduction="sequence_mean")
+    noised = sequence.noise(batch, 0)
+    loss = _loss(sequence, model, noised)
+    assert loss == pytest.approx(float((per_row[n > 0] / n[n > 0]).mean()), rel=1e-5)
+
+
+# --- splits -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    pieces=st.sampled_from([(1,) * 8, (8,), (4, 4), (2, 2, 2, 2), (3, 5), (1, 6, 1)]),
+    options=st.sampled_from(OPTIONS),
+    warmup=st.booleans(),
+    order=st.permutations(list(range(8))),
+)
+@settings(max_examples=60, deadline=None)
+def test_accumulation_and_processes_do_not_change_loss_or_gradient(
+    pieces: tuple[int, ...], options: dict[str, Any], warmup: bool, order: list[int]
+) -> None:
+    """Symptom: gradient accumulation multiplies the loss. Sums are over the global batch, however it is split."""
+    objective = _objective(8, warmup_steps=10 if warmup else 0, **options)
+    batch = _batch(8, start=16)
+    maskable = batch.maskable.clone()
+    maskable[5] = False
+    maskable[6, 3:] = False
+    batch = replace(batch, maskable=maskable)
+    whole = _loss_and_gradient(objective, [batch])
+    parts = [_take(batch, index) for index in torch.tensor(order).split(list(pieces))]
+    split = _loss_and_gradient(objective, parts)
+    for a, b in zip(split, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def _loss_and_gradient(objective: Objective, parts: list[Batch]) -> list[Tensor]:
+    model = Tiny(torch.float64)
+    noised = [objective.noise(part, 2) for part in parts]
+    denominator = torch.stack([objective.denominator(n) for n in noised]).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for n in noised:
+        loss = objective.numerator(model, n).loss / denominator
+        loss.backward()
+        total += loss.detach()
+    assert model.embed.grad is not None
+    assert model.head.grad is not None
+    return [total, model.embed.grad, model.head.grad]
+
+
+def test_noise_is_a_function_of_seed_row_and_step_alone() -> None:
+    objective, batch = _objective(8, seed=3), _batch(8)
+    again = _objective(8, seed=3).noise(batch, 5)
+    first = objective.noise(batch, 5)
+    assert torch.equal(first.masked, again.masked)
+    assert torch.equal(first.weight, again.weight)
+    other = _objective(8, seed=4).noise(batch, 5)
+    assert not torch.equal(first.masked, other.masked)
+    later = objective.noise(replace(batch, rows=batch.rows + 8), 5)
+    assert not torch.equal(first.masked, later.masked)
+
+
+# --- warm-up ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_corruption_warmup_bounds_times_and_takes_the_plain_mean(reduction: str) -> None:
+    options: dict[str, Any] = {"warmup_steps": 10, "warmup_start": 0.05, "reduction": reduction, "schedule": "cosine"}
+    objective = _objective(64, **options)
+    model = Tiny()
+    for step in range(10):
+        noised = objective.noise(_batch(64, start=64 * step), step)
+        top = 0.05 + 0.95 * step / 10
+        assert objective.max_time(step) == pytest.approx(top)
+        assert top * 0.9 < float(noised.times.max()) <= top
+        assert torch.equal(noised.weight, noised.masked.float())
+        assert float(objective.denominator(noised)) == float(noised.masked.sum())
+        loss = _loss(objective, model, noised)
+        assert loss == pytest.approx(float(_dense_nll(model, noised)[noised.masked].mean()), rel=1e-5)
+
+
+def test_corruption_warmup_ends_exactly_at_its_step() -> None:
+    with_warmup, without = _objective(8, warmup_steps=10), _objective(8)
+    batch = _batch(8, start=80)
+    last, first, plain = with_warmup.noise(batch, 9), with_warmup.noise(batch, 10), without.noise(batch, 10)
+    assert last.normaliser == "masked"
+    for name in ("input_ids", "masked", "weight", "times"):
+        assert torch.equal(getattr(first, name), getattr(plain, name)), name
+    assert first.normaliser == plain.normaliser == "maskable"
+    assert with_warmup.max_time(10) == 1.0
+
+
+# --- edges --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
+def test_rows_without_maskable_tokens_add_nothing(options: dict[str, Any]) -> None:
+    objective, model = _objective(8, **options), Tiny()
+    batch = _batch(8)
+    empty = replace(batch, maskable=torch.zeros_like(batch.maskable))
+    noised = objective.noise(empty, 0)
+    terms: LossTerms = objective.numerator(model, noised)
+    terms.loss.backward()  # a process with nothing to predict still takes part in the backward pass
+    assert float(terms.loss.detach()) == 0.0
+    assert float(objective.denominator(noised)) == 0.0
+    assert int(terms.masked_count) == 0
+    assert model.head.grad is not None
+    assert not bool(model.head.grad.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_reduced_in_float32(dtype: torch.dtype) -> None:
+    """The loss is that of the rounded logits to float32 accuracy: far below the error of summing in bf16."""
+    model = Tiny(dtype)
+    objective = _objective(64)
+    noised = objective.noise(_batch(64), 0)
+    terms = objective.numerator(model, noised)
+    assert terms.loss.dtype == torch.float32
+    exact = float((_dense_nll(model, noised) * noised.weight).sum())
+    assert float(terms.loss.detach()) == pytest.approx(exact, rel=2e-6)
+    terms.loss.backward()
+    assert model.head.grad is not None
+    assert bool(model.head.grad.isfinite().all())
+
+
+def test_model_sees_the_masks_and_positions_of_the_batch() -> None:
+    seen: dict[str, Any] = {}
+
+    def model(**inputs: Any) -> SimpleNamespace:
+        seen.update(inputs)
+        return SimpleNamespace(logits=torch.zeros(int(inputs["logits_at"].sum()), VOCAB))
+
+    batch = replace(
+        _batch(4),
+        attention_mask=torch.ones(4, 16, dtype=torch.bool),
+        position_ids=torch.arange(16).expand(4, 16),
+    )
+    objective = _objective(4)
+    noised = objective.noise(batch, 0).to("cpu")
+    objective.numerator(model, noised)
+    assert seen["attention_mask"] is batch.attention_mask
+    assert seen["position_ids"] is batch.position_ids
+    assert torch.equal(seen["logits_at"], noised.masked)
+    assert torch.equal(seen["input_ids"], torch.where(noised.masked, MASK, batch.input_ids))
+    assert torch.equal(noised.targets, batch.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "linaer"}, "did you mean 'linear'"),
+        ({"schedule": "linear", "schedule_power": 2.0}, "has no power"),
+        ({"sampling": "sobol"}, "unknown sampling"),
+        ({"weighting": "elbo"}, "did you mean 'nelbo'"),
+        ({"reduction": "mean"}, "unknown reduction"),
+        ({"weighting": "llada", "schedule": "cosine"}, "use weighting 'nelbo'"),
+        ({"eps": 1.0}, "eps"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_start": 0.0}, "warmup_start"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ObjectiveConfig(**options)
+
+
+def test_ids_and_batch_that_cannot_be_right_are_refused() -> None:
+    config = ObjectiveConfig()
+    with pytest.raises(ValueError, match="mask id"):
+        config.build(global_batch=8, seed=0, mask_token_id=20, num_tokens=20)
+    with pytest.raises(ValueError, match="global_batch"):
+        config.build(global_batch=0, seed=0, mask_token_id=3, num_tokens=20)
+    batch = _batch(4)
+    ids = batch.input_ids.clone()
+    ids[batch.maskable] = MASK
+    with pytest.raises(ValueError, match="clean text holds the mask token"):
+        _objective(4).noise(replace(batch, input_ids=ids), 0)
