@@ -1,12 +1,15 @@
 """mdlm: train, fine-tune, sample and evaluate masked-diffusion language models.
 
-Names are loaded on first use, so `import mdlm` costs no more than `import transformers`. Read next: `objective.py`.
+Names are loaded on first use, so `import mdlm` costs no more than `import transformers`. It also lets the Auto classes
+of `transformers` find our checkpoints (`auto.py`). Read next: `objective.py`.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from mdlm import auto as _auto
 
 __version__ = "0.1.0"
 
@@ -31,3 +34,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_auto.register()
