@@ -93,10 +93,8 @@ def open_data(
         held = None
     cut = int((store.lengths[documents] > config.seq_len).sum()) if config.packing == "none" else 0
     report = Report(source.name, len(documents), blank, rows.tokens, rows.rows_per_epoch, cut, *_count(held))
-    values = store.values[0][: 1 << 20]
-    fingerprint = _fingerprint(
-        config, tokenizer, store.lengths[documents].tobytes(), np.ascontiguousarray(values).tobytes()
-    )
+    some = b"".join(store.tokens(int(d)).tobytes() for d in documents[:256])
+    fingerprint = _fingerprint(config, tokenizer, store.lengths[documents].tobytes(), some)
     return _data(config, tokenizer, rows, held, report, fingerprint)
 
 
@@ -157,7 +155,7 @@ def _first_documents(
 def _validation_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: Source, limit: int | None
 ) -> PackedRows:
-    store, blank = encode_source(source, tokenizer, config.workers)
+    store, blank = encode_source(source, tokenizer, 0 if config.streaming else config.workers)
     _require_text(store, blank, source.name)
     return _pack_validation(config, store, np.arange(len(store)), limit)
 

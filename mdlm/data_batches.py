@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from mdlm.data_encode import run_workers, unwrap
+from mdlm.data_encode import run_workers
 from mdlm.data_pack import Batch, PackedRows, Row, Tokens, filler_row, make_batch
 from mdlm.data_source import DataConfig
 from mdlm.data_stream import Cursor, Lane, LaneRows, LaneState, check_workers
@@ -78,7 +78,11 @@ class _LaneStream(BatchStream):
         self._items = run_workers(LaneRows(data.train, row, rank, world, states), workers, _PREFETCHED_ROWS)
 
     def _row(self, number: int) -> Row:
-        row, lane, state = unwrap(next(self._items))
+        item = next(self._items)
+        if isinstance(item, Exception):
+            self.close()  # at once: left to the garbage collector, worker processes are slow to end
+            raise item
+        row, lane, state = item
         assert lane == number % self._data.config.lanes, "workers out of turn"
         self._states[lane] = state
         return row

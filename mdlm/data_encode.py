@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,10 @@ def _encode_group(tokenizer: PreTrainedTokenizerBase, group: list[Document]) -> 
 
 
 class _Groups(IterableDataset):
-    """Worker w of n reads everything and encodes groups w, w + n, ...: a loader that takes turns restores the order."""
+    """Worker w of n reads everything and encodes groups w, w + n, ...: a loader that takes turns restores the order.
+
+    An error is an item like others: raised in a worker, its message would drown in the loader's.
+    """
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
         self.source, self.tokenizer = source, tokenizer
@@ -112,7 +116,11 @@ def encode_source(source: Source, tokenizer: PreTrainedTokenizerBase, workers: i
     """Tokens of every document of `source`, and how many documents were blank. `workers` = 0: in this process."""
     if isinstance(source, DatasetSource):
         return encode_dataset(source, tokenizer, workers)
-    parts = [unwrap(part) for part in run_workers(_Groups(source, tokenizer), workers)]
+    parts: list[_Encoded] = []
+    for part in run_workers(_Groups(source, tokenizer), workers):
+        if isinstance(part, Exception):
+            raise part
+        parts.append(part)
     lengths = np.concatenate([*(p.lengths for p in parts), np.zeros(0, np.int64)])
     store = TokenStore(
         values=(np.concatenate([*(p.values for p in parts), np.zeros(0, np.int32)]),),
@@ -131,6 +139,8 @@ def encode_dataset(
 
     features = Features({"ids": List(Value("int32")), "text_bytes": Value("int64"), "draw": Value("float64")})
     dataset, column = source.dataset, source.column
+    if len(dataset) == 0:
+        return TokenStore((), (), np.zeros(0, np.int64), np.zeros(0)), 0
     folder = Path(dataset.cache_files[0]["filename"]).parent if dataset.cache_files else None
     with quiet_fork():
         mapped = (
@@ -143,7 +153,7 @@ def encode_dataset(
                 batch_size=_GROUP_DOCUMENTS,
                 remove_columns=[column],
                 features=features,
-                num_proc=workers or None,
+                num_proc=min(workers, len(dataset)) or None,
                 keep_in_memory=folder is not None and not os.access(folder, os.W_OK),
                 fn_kwargs={"tokenizer": tokenizer, "column": column, "name": source.name},
                 desc="tokenise",
@@ -181,19 +191,19 @@ def run_workers(dataset: IterableDataset, workers: int, prefetch: int = 2) -> It
         collate_fn=_as_it_is,
         prefetch_factor=prefetch if workers else None,
         generator=torch.Generator(),
+        worker_init_fn=_outlive_a_signal,
     )
     with quiet_fork():
         return iter(loader)
 
 
+def _outlive_a_signal(worker: int) -> None:
+    """Ctrl-C and SIGTERM often go to the whole process group; a trainer that finishes its step still needs data."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # the second one ends it
+
+
 def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def unwrap(item: Any) -> Any:
-    """An item of a worker, or the error it met, raised here: in a worker's own traceback the message would drown."""
-    if isinstance(item, Exception):
-        raise item
     return item
 
 

@@ -15,6 +15,8 @@ from mdlm.readers import Document, check_text
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+_READ_ROWS = 64
+
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
@@ -78,9 +80,11 @@ class DatasetSource:
 
     def read(self, shard: int, start: int = 0) -> Iterator[Document]:
         """The documents from row `start` on."""
-        for i in range(start, len(self.dataset)):
-            where = f"{self.name} row {i}"
-            yield Document(check_text(self.dataset[i][self.column], where), where, i)
+        part = self.dataset.with_format(None).select_columns([self.column])
+        for first in range(start, len(part), _READ_ROWS):
+            for number, text in enumerate(part[first : first + _READ_ROWS][self.column], first):
+                where = f"{self.name} row {number}"
+                yield Document(check_text(text, where), where, number)
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,14 @@ class StreamSource:
 
     def read(self, shard: int, start: int = 0) -> Iterator[Document]:
         """The documents of one shard from record `start` on."""
-        part = self.dataset.shard(num_shards=self.num_shards, index=shard)
-        for number, example in enumerate(part.skip(start) if start else part, start):
-            where = f"{self.name} shard {shard} row {number}"
-            if self.column not in example:
-                raise ValueError(f"{where}: no column {self.column!r}; there are {', '.join(example) or 'none'}")
-            yield Document(check_text(example[self.column], where), where, number)
+        part = self.dataset.with_format(None).shard(num_shards=self.num_shards, index=shard)
+        number = start
+        # not `for example in part`: inside a worker of a DataLoader that would split the shard once more
+        for batch in (part.skip(start) if start else part).iter(batch_size=_READ_ROWS):
+            if self.column not in batch:
+                place = f"{self.name} shard {shard} row {number}"
+                raise ValueError(f"{place}: no column {self.column!r}; there are {', '.join(batch) or 'none'}")
+            for text in batch[self.column]:
+                where = f"{self.name} shard {shard} row {number}"
+                yield Document(check_text(text, where), where, number)
+                number += 1
