@@ -82,7 +82,7 @@ def visible(
 
 
 def flex_block_mask(
-    positions: Int[Tensor, "rows seq"],
+    positions: Int[Tensor, "batch seq"],
     documents: Int[Tensor, "batch seq"] | None,
     block_size: int | None,
 ) -> BlockMask | None:
@@ -93,27 +93,31 @@ def flex_block_mask(
         return None
     document = torch.zeros_like(positions) if documents is None else documents
     block = torch.zeros_like(positions) if block_size is None else positions // block_size
-    block = block.expand_as(document)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (document[row, query] == document[row, key]) & (block[row, query] >= block[row, key])
 
-    rows, seq = document.shape
+    batch, seq = document.shape
     # compiled, the mask is built tile by tile; otherwise all seq x seq values exist at once
     compiled = positions.device.type != "cpu" and not torch.compiler.is_compiling()
-    return create_block_mask(sees, rows, None, seq, seq, device=positions.device, _compile=compiled)
+    return create_block_mask(sees, batch, None, seq, seq, device=positions.device, _compile=compiled)
 
 
 def flash_plan(documents: Int[Tensor, "batch seq"]) -> FlashPlan:
-    """Cumulative lengths of the documents of a batch; synchronises with the device, once per batch."""
+    """Cumulative lengths of the documents of a batch. Waits for the device, so it is made once per batch.
+
+    A batch of nothing but padding still yields one token, because the kernels refuse to run on none.
+    """
     batch, seq = documents.shape
     rows = torch.arange(batch, device=documents.device)[:, None]
     keys = (rows * (seq + 1) + documents).masked_fill(documents < 0, -1).flatten()
     tokens = (keys >= 0).nonzero().squeeze(-1)
+    if len(tokens) == 0:
+        tokens = tokens.new_zeros(1)
     # rows and documents are numbered in reading order, so the keys of the real tokens never decrease
     lengths = torch.unique_consecutive(keys[tokens], return_counts=True)[1]
     ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return FlashPlan(tokens, ends, int(lengths.max()) if len(lengths) else 0)
+    return FlashPlan(tokens, ends, int(lengths.max()))
 
 
 def previous_in_document(
@@ -145,7 +149,7 @@ def eager_attention(
     scaling: float,
     dropout: float = 0.0,
 ) -> tuple[Float[Tensor, "batch seq heads dim"], Float[Tensor, "batch heads seq seq"]]:
-    """Attention by its definition, softmax in float32: the implementation all others are tested against.
+    """Attention by its definition, softmax in float32 or better: the implementation all others are tested against.
 
     Returns:
         The heads' outputs and the attention weights. `module` and `dropout` (0 in this model) complete the signature
@@ -154,8 +158,8 @@ def eager_attention(
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
     value = value.repeat_interleave(groups, dim=1)
-    scores = (query @ key.transpose(2, 3)).float() * scaling
+    scores = (query @ key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
-    weights = scores.softmax(-1).to(value.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights

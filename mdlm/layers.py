@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class MDLMRMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32; returns the dtype of x."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32 or better; returns the dtype of x."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class MDLMRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -65,10 +66,10 @@ def rotate(
     cos: Float[Tensor, "rows 1 seq dim"],
     sin: Float[Tensor, "rows 1 seq dim"],
 ) -> Float[Tensor, "batch heads seq dim"]:
-    """Turn the pairs (j, j + dim/2) of each head by their angle, in float32; returns the dtype of x."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Turn the pairs (j, j + dim/2) of each head by their angle, in float32 or better; returns the dtype of x."""
+    first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+    return (x * cos + turned * sin).to(x.dtype)  # the float32 angles widen the products
 
 
 class MDLMAttention(nn.Module):

@@ -68,8 +68,16 @@ class MDLMPreTrainedModel(PreTrainedModel):
         """`transformers`' resizing, which also sets `config.num_tokens` to `new_num_tokens`.
 
         Rows added by `pad_to_multiple_of` are beyond `num_tokens`, so they are never emitted. Give the number of tokens
-        of the tokenizer, not a number rounded up by hand.
+        of the tokenizer, not a number rounded up by hand. Raises ValueError if a special token of the configuration
+        would be cut off.
         """
+        if new_num_tokens is not None:
+            for name in ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id"):
+                token = getattr(self.config, name)
+                if token is not None and token >= new_num_tokens:
+                    raise ValueError(
+                        f"{new_num_tokens} tokens leave no room for config.{name}={token}; set it to its new id first"
+                    )
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if new_num_tokens is not None:
             self.config.num_tokens = new_num_tokens
@@ -84,7 +92,6 @@ class MDLMModel(MDLMPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([MDLMLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gradient_checkpointing = False
         self.post_init()
 
     def plan_flash(
@@ -117,7 +124,7 @@ class MDLMModel(MDLMPreTrainedModel):
             position_ids: positions that restart at 0 at every packed document; a token sees its own document only.
                 None: each row is one document, counted over its real tokens.
             flash: what `plan_flash` returned for the same batch; computed here if None.
-            output_hidden_states: also return the states before each layer and at the end.
+            output_hidden_states: also return the states before each layer and the normalised last one.
             output_attentions: also return the attention weights of each layer; needs `eager`.
 
         Returns:
@@ -130,6 +137,7 @@ class MDLMModel(MDLMPreTrainedModel):
         """
         config = self.config
         uses_flash = is_flash_attention_requested(config)
+        assert flash is None or uses_flash, "a flash plan is made by plan_flash"
         check_inputs(config, input_ids, attention_mask, position_ids)
         check_outputs(config, output_hidden_states, output_attentions)
         real = None if attention_mask is None else attention_mask.bool()
@@ -141,7 +149,8 @@ class MDLMModel(MDLMPreTrainedModel):
         if uses_flash:
             flash = flash if flash is not None else self.plan_flash(real, position_ids)
         elif config._attn_implementation == "flex_attention":
-            mask = flex_block_mask(positions, document_ids(real, position_ids), config.block_size)
+            documents = document_ids(real, position_ids)
+            mask = flex_block_mask(positions.expand_as(input_ids), documents, config.block_size)
         else:
             mask = visible(positions, document_ids(real, position_ids), config.block_size)
         if flash is not None:
@@ -149,17 +158,19 @@ class MDLMModel(MDLMPreTrainedModel):
             positions = positions.expand(batch, seq).reshape(1, -1)[:, flash.tokens]
 
         rotation = rotary_angles(config, positions)
-        states, attentions = [hidden], []
+        states, attentions = [], []
         for layer in self.layers:
+            if output_hidden_states:
+                states.append(hidden)
             hidden, weights = layer(hidden, rotation, mask, flash)
-            states.append(hidden)
-            attentions.append(weights)
+            if output_attentions:
+                attentions.append(weights)
         hidden = self.norm(hidden)
         if flash is not None:
             hidden = hidden.new_zeros(batch * seq, width).index_copy(0, flash.tokens, hidden[0]).view(batch, seq, width)
         return BaseModelOutput(
             last_hidden_state=hidden,
-            hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
+            hidden_states=(*states, hidden) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
 
