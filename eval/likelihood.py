@@ -1,7 +1,8 @@
 """How likely a text is: the NELBO of any denoiser in nats per token and bits per byte, with its standard error.
 
-The estimate is that of `mdlm/objective.py` (SUBS, exact importance of the at-least-one-mask rule), summed in float64
-and without clipping of times, so it is unbiased: for an exact denoiser it converges to the negative log-likelihood.
+The estimate is that of `mdlm/objective.py`, summed in float64 and without clipping of times, so it is unbiased: for an
+exact denoiser it converges to the negative log-likelihood. By default the number of masked tokens follows from the time
+(`masking="count"`), which takes most of the noise away; `independent` is the process as written.
 Times and masks are a function of (seed, row number, sample number): two checkpoints see the same noise, so their curves
 are comparable, and neither batch size nor the number of processes changes the number.
 
@@ -23,8 +24,18 @@ import torch
 from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
-from mdlm.corrupt import mask_tokens
-from mdlm.schedule import TIME_SAMPLING, TimeSampling, discrete_times, draw_times, make_schedule, unknown_name
+from mdlm.corrupt import Corruption, mask_count, mask_tokens
+from mdlm.objective import MASKINGS, Masking
+from mdlm.schedule import (
+    TIME_SAMPLING,
+    TimeSampling,
+    discrete_times,
+    draw_times,
+    exact_counts,
+    make_schedule,
+    nelbo_weight,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
     from mdlm.data import Batch
@@ -38,6 +49,8 @@ class NelboProtocol:
     schedule: str = "linear"
     schedule_power: float | None = None
     sampling: TimeSampling = "stratified"
+    masking: Masking = "count"
+    """`count`: exactly as many masked tokens as the time says; `independent`: every token for itself (noisier)."""
     strata_rows: int = 4
     """Rows whose times are stratified together; also the unit of the standard error."""
     samples: int = 1
@@ -52,22 +65,32 @@ class NelboProtocol:
         make_schedule(self.schedule, self.schedule_power)
         if self.sampling not in TIME_SAMPLING:
             raise unknown_name("sampling of times", self.sampling, TIME_SAMPLING)
+        if self.masking not in MASKINGS:
+            raise unknown_name("masking", self.masking, MASKINGS)
         if self.strata_rows < 1 or self.samples < 1:
             raise ValueError(f"strata_rows and samples must be at least 1, got {self.strata_rows} and {self.samples}")
         if not 0.0 <= self.eps < 1.0:
             raise ValueError(f"eps must lie in [0, 1), got {self.eps}")
         if self.steps is not None and (self.steps < 1 or self.eps != 0.0):
             raise ValueError(f"discrete time needs steps >= 1 and eps = 0, got steps={self.steps}, eps={self.eps}")
+        if self.steps is not None and self.masking == "count":
+            raise ValueError("discrete time (steps) is defined for independent masks: add masking='independent'")
 
-    def times_and_weights(self, keys: Int64[Tensor, "batch"]) -> tuple[Tensor, Float64[Tensor, "batch"]]:
-        """Mask probability and loss weight of each draw, keyed by row * samples + sample."""
+    def noise(self, batch: Batch, sample: int, mask_token_id: int) -> tuple[Corruption, Float64[Tensor, "batch"]]:
+        """One draw of the masks of every row, and what each row's summed loss weighs."""
         schedule = make_schedule(self.schedule, self.schedule_power)
+        keys = batch.rows * self.samples + sample
         t = draw_times(keys, self.strata_rows * self.samples, self.seed, self.sampling, self.eps)
+        where = (keys, self.seed, mask_token_id)
+        if self.masking == "count":
+            count, weight = exact_counts(schedule, t, batch.maskable.sum(dim=1), self.eps)
+            return mask_count(batch.input_ids, batch.maskable, count, *where), weight
         if self.steps is not None:
             t, weight = discrete_times(schedule, t, self.steps)
-            return schedule.mask_prob(t), weight
-        low, high = schedule.mask_prob(torch.tensor([self.eps, 1.0], dtype=torch.float64)).tolist()
-        return schedule.mask_prob(t), schedule.weight(t) * (1.0 - self.eps) / (high - low)
+        else:
+            weight = nelbo_weight(schedule, t, self.eps)
+        corruption = mask_tokens(batch.input_ids, batch.maskable, schedule.mask_prob(t), *where)
+        return corruption, weight * corruption.importance
 
 
 @dataclass(frozen=True)
@@ -89,6 +112,7 @@ class Likelihood:
     schedule: str
     schedule_power: float | None
     sampling: str
+    masking: str
     strata_rows: int
     samples: int
     eps: float
@@ -144,6 +168,7 @@ class LikelihoodSums:
             schedule=p.schedule,
             schedule_power=p.schedule_power,
             sampling=p.sampling,
+            masking=p.masking,
             strata_rows=p.strata_rows,
             samples=p.samples,
             eps=p.eps,
@@ -215,16 +240,11 @@ def _nats(
     denoiser: Denoiser, batch: Batch, protocol: NelboProtocol, sample: int, check: bool
 ) -> tuple[Float64[Tensor, "batch"], torch.dtype]:
     """One draw of each row's NELBO in nats, on the CPU, and the dtype of the log-probs."""
-    keys = batch.rows.cpu() * protocol.samples + sample
-    p, weight = protocol.times_and_weights(keys)
-    device = batch.input_ids.device
-    noise = mask_tokens(
-        batch.input_ids, batch.maskable, p.to(device), keys.to(device), protocol.seed, denoiser.mask_token_id
-    )
-    moved, masked = batch.to(denoiser.device), noise.masked.to(denoiser.device)
+    noised, weight = protocol.noise(batch, sample, denoiser.mask_token_id)
+    moved, masked = batch.to(denoiser.device), noised.masked.to(denoiser.device)
     with torch.no_grad():
         log_probs = denoiser(
-            noise.input_ids.to(denoiser.device),
+            noised.input_ids.to(denoiser.device),
             attention_mask=moved.attention_mask,
             position_ids=moved.position_ids,
             at=masked,
@@ -234,7 +254,7 @@ def _nats(
     chosen = log_probs.gather(1, moved.input_ids[masked][:, None]).squeeze(1)
     nll = torch.zeros(masked.shape, dtype=torch.float64)
     nll[masked.cpu()] = -chosen.cpu().double()
-    return nll.sum(dim=1) * weight * noise.importance.cpu(), log_probs.dtype
+    return nll.sum(dim=1) * weight.cpu(), log_probs.dtype
 
 
 def _check_distribution(log_probs: Tensor, denoiser: Denoiser, rows: int) -> None:
@@ -278,6 +298,7 @@ def nelbo(
     schedule: str = "linear",
     schedule_power: float | None = None,
     sampling: TimeSampling = "stratified",
+    masking: Masking = "count",
     strata_rows: int = 4,
     samples: int = 1,
     eps: float = 0.0,
@@ -295,6 +316,7 @@ def nelbo(
         schedule=schedule,
         schedule_power=schedule_power,
         sampling=sampling,
+        masking=masking,
         strata_rows=strata_rows,
         samples=samples,
         eps=eps,

@@ -8,7 +8,8 @@ with it the expectation of everything that vanishes on the empty configuration (
 exact. It also bounds the weights: with the linear schedule's 1/t a lone mask weighs n / (n t + 1 - t) <= n however
 small t is, so times need no clipping. (Stable-DiffCoder, arXiv 2601.15892, forces a mask without the correction.)
 
-Read next: `objective.py`.
+`mask_count` masks a given number of tokens instead: the same process given how many it masked. With the weights of
+`schedule.exact_counts` it has the same expectations and less variance. Read next: `objective.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,23 @@ class Corruption:
     importance: Float64[Tensor, "batch"]
 
 
+def _keyed_uniform(
+    input_ids: Int[Tensor, "batch seq"],
+    maskable: Bool[Tensor, "batch seq"],
+    rows: Int[Tensor, "batch"],
+    seed: int,
+    mask_token_id: int,
+) -> Float64[Tensor, "batch seq"]:
+    """Each maskable position's own number in (0, 1); 2 elsewhere. Refuses text that holds the mask token."""
+    if bool((maskable & (input_ids == mask_token_id)).any()):
+        raise ValueError(
+            f"the clean text holds the mask token (id {mask_token_id}) at a position that may be noised; "
+            "the mask token must be one that no text contains"
+        )
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return counter_uniform(seed, _MASK, rows[:, None], positions).masked_fill(~maskable, 2.0)
+
+
 def mask_tokens(
     input_ids: Int[Tensor, "batch seq"],
     maskable: Bool[Tensor, "batch seq"],
@@ -52,13 +70,7 @@ def mask_tokens(
     p = mask_prob.double()
     if not bool(((p >= 0) & (p <= 1)).all()):
         raise ValueError(f"mask probabilities must lie in [0, 1], got {p.tolist()}")
-    if bool((maskable & (input_ids == mask_token_id)).any()):
-        raise ValueError(
-            f"the clean text holds the mask token (id {mask_token_id}) at a position that may be noised; "
-            "the mask token must be one that no text contains"
-        )
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    u = counter_uniform(seed, _MASK, rows[:, None], positions).masked_fill(~maskable, 2.0)
+    u = _keyed_uniform(input_ids, maskable, rows, seed, mask_token_id)
     masked = u < p[:, None]
     importance = torch.ones_like(p)
     if ensure_one and input_ids.shape[1] > 0:
@@ -68,4 +80,26 @@ def mask_tokens(
         masked = masked | (forced & maskable & ~masked.any(dim=1, keepdim=True))
         expected = count * p
         importance = torch.where(masked.sum(dim=1) == 1, expected / (expected + 1.0 - p), importance)
+    return Corruption(input_ids.masked_fill(masked, mask_token_id), masked, importance)
+
+
+def mask_count(
+    input_ids: Int[Tensor, "batch seq"],
+    maskable: Bool[Tensor, "batch seq"],
+    count: Int[Tensor, "batch"],
+    rows: Int[Tensor, "batch"],
+    seed: int,
+    mask_token_id: int,
+) -> Corruption:
+    """Mask exactly `count` maskable tokens of each row, every set of that size alike; importance 1.
+
+    The draw is a function of (seed, row number, position) alone, and for a fixed key the masked set only grows with
+    `count`. Raises ValueError where a row has fewer maskable tokens, or one that already is the mask token.
+    """
+    if not bool(((count >= 0) & (count <= maskable.sum(dim=1))).all()):
+        raise ValueError("each row's count must lie between 0 and its number of maskable tokens")
+    u = _keyed_uniform(input_ids, maskable, rows, seed, mask_token_id)
+    rank = u.argsort(dim=1, stable=True).argsort(dim=1, stable=True)
+    masked = rank < count[:, None]
+    importance = torch.ones(input_ids.shape[0], dtype=torch.float64, device=input_ids.device)
     return Corruption(input_ids.masked_fill(masked, mask_token_id), masked, importance)

@@ -4,9 +4,9 @@ For a row x of n maskable tokens, a time t and a set M of masked positions drawn
 
     loss(x) = weight(t) * importance * sum over i in M of -log p(x_i | x with M masked)
 
-where p has no mass on the mask id and visible tokens are carried over (SUBS, MDLM section 3.2.3), is an unbiased estimate
-of the NELBO of x in nats (MDLM eq. 10; LLaDA eq. 3 is the same thing with t as the mask probability). `importance`
-pays for the at-least-one-mask rule (`corrupt.py`).
+where p has no mass on the mask id and visible tokens are carried over (SUBS, MDLM section 3.2.3), is an unbiased
+estimate of the NELBO of x in nats (MDLM eq. 10; LLaDA eq. 3 is the same thing with t as the mask probability).
+`importance` pays for the at-least-one-mask rule (`corrupt.py`).
 
 Losses of public code bases are not comparable because their normalisers differ. Here a model with uniform logits over V
 tokens has loss log V in expectation under every option, and the loss of a global batch does not depend on how it is
@@ -24,17 +24,28 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
-from mdlm.corrupt import mask_tokens
-from mdlm.schedule import TIME_SAMPLING, NoiseSchedule, TimeSampling, draw_times, make_schedule, unknown_name
+from mdlm.corrupt import mask_count, mask_tokens
+from mdlm.schedule import (
+    TIME_SAMPLING,
+    NoiseSchedule,
+    TimeSampling,
+    draw_times,
+    exact_counts,
+    make_schedule,
+    nelbo_weight,
+    unknown_name,
+)
 
 if TYPE_CHECKING:
     from mdlm.data import Batch
 
+Masking = Literal["independent", "count"]
 Weighting = Literal["nelbo", "llada", "none"]
 Reduction = Literal["token_mean", "sequence_mean"]
 
-_WEIGHTINGS = ("nelbo", "llada", "none")
-_REDUCTIONS = ("token_mean", "sequence_mean")
+MASKINGS = ("independent", "count")
+WEIGHTINGS = ("nelbo", "llada", "none")
+REDUCTIONS = ("token_mean", "sequence_mean")
 _CHUNK_ELEMENTS = {"cpu": 2**18}  # one megabyte of float32 stays in a core's cache
 _CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
@@ -164,6 +175,9 @@ class ObjectiveConfig:
     """How times are spread over the global batch (`mdlm.schedule.TIME_SAMPLING`)."""
     eps: float = 1e-3
     """Times are drawn from (eps, 1]; the weight makes up for the part left out: uniform logits cost log V exactly."""
+    masking: Masking = "independent"
+    """`independent`: every token for itself, as the process says; `count`: the number of masked tokens follows from the
+    time, and only which ones is random. The same loss in expectation, with less variance."""
     weighting: Weighting = "nelbo"
     """`nelbo`: MDLM's -alpha'/(1-alpha); `llada`: 1 / mask probability (linear schedule only, where it is the same
     thing); `none`: 1, the plain mean over masked tokens, which is not a bound on the likelihood."""
@@ -180,10 +194,12 @@ class ObjectiveConfig:
         make_schedule(self.schedule, self.schedule_power)
         if self.sampling not in TIME_SAMPLING:
             raise unknown_name("sampling of times", self.sampling, TIME_SAMPLING)
-        if self.weighting not in _WEIGHTINGS:
-            raise unknown_name("weighting", self.weighting, _WEIGHTINGS)
-        if self.reduction not in _REDUCTIONS:
-            raise unknown_name("reduction", self.reduction, _REDUCTIONS)
+        if self.masking not in MASKINGS:
+            raise unknown_name("masking", self.masking, MASKINGS)
+        if self.weighting not in WEIGHTINGS:
+            raise unknown_name("weighting", self.weighting, WEIGHTINGS)
+        if self.reduction not in REDUCTIONS:
+            raise unknown_name("reduction", self.reduction, REDUCTIONS)
         if self.weighting == "llada" and self.schedule != "linear":
             raise ValueError(
                 "weighting 'llada' is 1 / mask probability, a bound with schedule 'linear' alone; "
@@ -244,21 +260,22 @@ class Objective(ObjectiveConfig):
         Raises ValueError where the text holds the mask token at a maskable position.
         """
         schedule, warmup = self.noise_schedule(), self.in_warmup(step)
-        t = draw_times(
-            batch.rows, self.global_batch, self.seed, self.sampling, 0.0 if warmup else self.eps, self.max_time(step)
-        )
-        p = schedule.mask_prob(t)
-        corruption = mask_tokens(batch.input_ids, batch.maskable, p, batch.rows, self.seed, self.mask_token_id)
-        count = batch.maskable.sum(dim=1)
-        normaliser: Literal["maskable", "masked", "rows"]
-        if warmup or self.weighting == "none":
-            row_weight = torch.ones_like(t)
-            per_row = corruption.masked.sum(dim=1)
-            normaliser = "masked"
+        eps = 0.0 if warmup else self.eps
+        t = draw_times(batch.rows, self.global_batch, self.seed, self.sampling, eps, self.max_time(step))
+        maskable_count = batch.maskable.sum(dim=1)
+        where = (batch.rows, self.seed, self.mask_token_id)
+        if self.masking == "count":
+            count, row_weight = exact_counts(schedule, t, maskable_count, eps)
+            corruption = mask_count(batch.input_ids, batch.maskable, count, *where)
         else:
-            row_weight = self._time_weight(schedule, t) * corruption.importance
-            per_row = count
-            normaliser = "maskable"
+            p = schedule.mask_prob(t)
+            corruption = mask_tokens(batch.input_ids, batch.maskable, p, *where)
+            time_weight = 1.0 / p if self.weighting == "llada" else nelbo_weight(schedule, t, eps)
+            row_weight = time_weight * corruption.importance
+        normaliser: Literal["maskable", "masked", "rows"] = "maskable"
+        per_row = maskable_count
+        if warmup or self.weighting == "none":
+            row_weight, per_row, normaliser = torch.ones_like(t), corruption.masked.sum(dim=1), "masked"
         if self.reduction == "sequence_mean" and not warmup:
             row_weight = row_weight / per_row.clamp(min=1)
             normaliser = "rows"
@@ -271,15 +288,9 @@ class Objective(ObjectiveConfig):
             position_ids=batch.position_ids,
             rows=batch.rows,
             times=t,
-            maskable_count=count,
+            maskable_count=maskable_count,
             normaliser=normaliser,
         )
-
-    def _time_weight(self, schedule: NoiseSchedule, t: Float64[Tensor, "batch"]) -> Float64[Tensor, "batch"]:
-        if self.weighting == "llada":
-            return 1.0 / schedule.mask_prob(t)
-        ends = schedule.mask_prob(torch.tensor([self.eps, 1.0], dtype=torch.float64, device=t.device))
-        return schedule.weight(t) * (1.0 - self.eps) / (ends[1] - ends[0])
 
     def denominator(self, noised: NoisedBatch) -> Float64[Tensor, ""]:
         """What this micro-batch adds to the normaliser of the global batch.

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mdlm.corrupt import Corruption, mask_tokens
+from mdlm.corrupt import Corruption, mask_count, mask_tokens
 
 MASK = 0
 
@@ -129,3 +129,37 @@ def test_text_that_holds_the_mask_token_is_refused_where_it_would_be_predicted()
     with pytest.raises(ValueError, match="clean text holds the mask token"):
         mask_tokens(ids, torch.tensor([[True, True, True]]), p, rows, 0, MASK)
     mask_tokens(ids, torch.tensor([[True, False, True]]), p, rows, 0, MASK)
+
+
+def _count(rows: int, maskable: list[bool], count: list[int] | int, seed: int = 1) -> Tensor:
+    seq = len(maskable)
+    counts = torch.tensor(count).expand(rows)
+    ids = torch.ones(rows, seq, dtype=torch.long)
+    return mask_count(ids, torch.tensor(maskable).expand(rows, seq), counts, torch.arange(rows), seed, MASK).masked
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_exact_counts_mask_every_set_of_that_size_alike(count: int) -> None:
+    rows = 30_000
+    seen = _frequencies(_count(rows, [True, False, True, True], count))
+    allowed = [m for m in seen if len(m) == count and 1 not in m]
+    assert sum(seen[m] for m in allowed) == rows
+    if len(allowed) > 1:
+        assert stats.chisquare([seen[m] for m in allowed]).pvalue > 1e-4
+
+
+def test_exact_counts_grow_and_share_the_order_of_independent_masks() -> None:
+    maskable = [True] * 20 + [False] * 4
+    one_row = torch.tensor(maskable).expand(21, 24)
+    ids, rows = torch.ones(21, 24, dtype=torch.long), torch.full((21,), 5)
+    masked = mask_count(ids, one_row, torch.arange(21), rows, 3, MASK).masked
+    assert masked.sum(1).tolist() == list(range(21))
+    assert all(bool((masked[i] <= masked[i + 1]).all()) for i in range(20))
+    independent = mask_tokens(ids, one_row, torch.linspace(0, 1, 21).double(), rows, 3, MASK).masked
+    assert torch.equal(independent, masked[independent.sum(1)])
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_counts_that_do_not_fit_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="number of maskable tokens"):
+        _count(2, [True, False, True, True], count)

@@ -17,7 +17,9 @@ from mdlm.schedule import (
     Polynomial,
     discrete_times,
     draw_times,
+    exact_counts,
     make_schedule,
+    nelbo_weight,
 )
 
 NAMES = list(SCHEDULES)
@@ -74,6 +76,53 @@ def test_discrete_weights_sum_the_steps_of_alpha(name: str, steps: int) -> None:
         assert float(weight[i - 1]) / steps == pytest.approx(step, rel=1e-12)
     edges, _ = discrete_times(schedule, torch.tensor([1e-300, 1.0 / steps, 1.0], dtype=torch.float64), steps)
     assert edges.tolist() == [1 / steps, 1 / steps, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=repr)
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.3])
+def test_expected_weight_times_mask_probability_is_one(schedule: NoiseSchedule, eps: float) -> None:
+    """Symptom (a public code base): clipping t by eps lowers every loss by the factor 1 - eps."""
+
+    def integrand(t: float) -> float:
+        time = torch.tensor(t, dtype=torch.float64)
+        return float(nelbo_weight(schedule, time, eps) * schedule.mask_prob(time))
+
+    # The 0.7th power has an integrable singularity at 0: substitute t = s^4 there.
+    mean = reference.quadrature(lambda s: 4 * s**3 * integrand(s**4), eps**0.25, 1.0) / (1.0 - eps)
+    assert mean == pytest.approx(1.0, abs=1e-6)
+    if eps == 0.0:
+        t = torch.linspace(0.01, 1, 50)
+        assert torch.equal(nelbo_weight(schedule, t, eps), schedule.weight(t))
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=repr)
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.3])
+def test_counts_and_their_weights(schedule: NoiseSchedule, n: int, eps: float) -> None:
+    """weight(k) = 1 / (k P(k)), with P(k) found by counting a fine grid of times; all weights together make n."""
+    grid = 200_000
+    t = eps + (1 - eps) * (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
+    k, weight = exact_counts(schedule, t, torch.full((grid,), n), eps)
+    assert torch.equal(k, torch.ceil(schedule.mask_prob(t) * n).long())
+    seen = k.unique().tolist()
+    assert seen == list(range(seen[0], n + 1))
+    for count in seen:
+        share = float((k == count).double().mean())
+        assert weight[k == count].unique().numel() == 1
+        expected = n / len(seen) / (count * share)  # counts that eps leaves out are taken to cost as the others
+        assert float(weight[k == count][0]) == pytest.approx(expected, rel=2e-2 if share < 1e-3 else 1e-3)
+    assert float((weight * k).mean()) == pytest.approx(n, rel=1e-3)
+
+
+def test_counts_of_the_linear_schedule_weigh_n_over_k() -> None:
+    t = torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    n = torch.randint(0, 9, (500,), generator=torch.Generator().manual_seed(2))
+    k, weight = exact_counts(Linear(), t, n, 0.0)
+    assert bool((k[n > 0] >= 1).all())
+    torch.testing.assert_close(weight[n > 0], (n / k)[n > 0].double())
+    assert not bool(k[n == 0].any() | weight[n == 0].any())
+    edges, _ = exact_counts(Linear(), torch.tensor([1e-300, 1.0], dtype=torch.float64), torch.tensor([7, 7]), 0.0)
+    assert edges.tolist() == [1, 7]
 
 
 @given(
