@@ -269,6 +269,8 @@ def check_inputs(
         raise ValueError(
             f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}; it must hold token ids as [batch, seq]"
         )
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids is empty, shape {list(input_ids.shape)}; give at least one token")
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.shape != input_ids.shape:
             raise ValueError(
@@ -285,7 +287,7 @@ def check_inputs(
             f"{config._attn_implementation} has no block-causal mask (block_size={config.block_size}); load the model "
             "with attn_implementation='sdpa' or 'flex_attention', or set block_size=None"
         )
-    if torch.compiler.is_compiling() or input_ids.device.type != "cpu" or input_ids.numel() == 0:
+    if torch.compiler.is_compiling() or input_ids.device.type != "cpu":
         return
     low, high = (int(bound) for bound in input_ids.aminmax())
     if low < 0 or high >= config.vocab_size:

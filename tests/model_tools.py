@@ -1,4 +1,4 @@
-"""Small models with weights that matter, the batches of `reference_model.LAYOUTS`, and the reference's answer to them."""
+"""Small models with weights that matter, batches in the layouts of `reference_model`, what the reference answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_model(implementation: str = "eager", dtype: torch.dtype = torch.float32
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
+                parameter.add_(0.3 * torch.randn_like(parameter))
     torch.nn.Module.to(model, dtype)
     model.config._attn_implementation = implementation  # the setter would look for a real flash-attn and a GPU
     return model
