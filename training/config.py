@@ -283,9 +283,8 @@ def parse_config(argv: Sequence[str] | None = None, prog: str = "python -m mdlm.
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file with values for the options below.")
-    parser.add_argument(
-        "--overwrite", action=ActionYesNo, default=False, help="Delete what output_dir holds from another run."
-    )
+    overwrite = "Delete the checkpoints and metrics that output_dir holds from another run."
+    parser.add_argument("--overwrite", action=ActionYesNo, nargs="?", default=False, help=overwrite)
     parser.add_class_arguments(TrainConfig, skip={"overwrite"})
     parser.link_arguments("seed", "data.seed")
     options = parser.instantiate(parser.parse_args(None if argv is None else list(argv)))

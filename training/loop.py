@@ -8,6 +8,7 @@ Read next: `setup.py` (before the first step), `snapshot.py` (saving and loading
 
 from __future__ import annotations
 
+import gc
 import math
 import signal
 import time
@@ -102,17 +103,33 @@ def train_to_end(run: Run) -> Path | None:
 
     Raises `TrainingDiverged` if it breaks down.
     """
-    if run.step >= run.total_steps:
-        run.accelerator.print(f"nothing to do: {run.resumed_from} is at step {run.step} of {run.total_steps}")
-        run.accelerator.end_training()
-        return None
-    flops, peak = _arithmetic(run)
-    config = as_dict(run.config)
-    metrics = Metrics(run.accelerator, Path(run.config.output_dir), config, run.step, run.total_steps)
-    with metrics, StopSignals() as signals:
-        metrics.say(_introduction(run))
-        metrics.log("start", run.step, {"config": config, **provenance(), "matmul_peak": peak})
-        return _loop(run, metrics, signals, Rates(flops, peak))
+    try:
+        if run.step >= run.total_steps:
+            run.accelerator.print(f"nothing to do: {run.resumed_from} is at step {run.step} of {run.total_steps}")
+            return None
+        flops, peak = _arithmetic(run)
+        config = as_dict(run.config)
+        metrics = Metrics(run.accelerator, Path(run.config.output_dir), config, run.step, run.total_steps)
+        with metrics, StopSignals() as signals:
+            metrics.say(_introduction(run))
+            metrics.log("start", run.step, {"config": config, **provenance(), "matmul_peak": peak})
+            return _loop(run, metrics, signals, Rates(flops, peak))
+    finally:
+        finish(run)
+
+
+def finish(run: Run) -> None:
+    """Stops data workers, closes trackers and leaves the process group. The model can still be used afterwards.
+
+    The DDP wrapper goes first: were it the last to hold the group, its destructor would wait for gloo's threads with
+    Python's lock held, which such a thread may be waiting for, and the process would hang at its exit.
+    """
+    if run.stream is not None:
+        run.stream.close()
+    run.model = run.core
+    run.accelerator.free_memory()
+    gc.collect()
+    run.accelerator.end_training()
 
 
 def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Path:
@@ -140,9 +157,6 @@ def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Pat
     if result.stop and run.step < run.total_steps:
         metrics.log("event", run.step, {"text": "stopped by a signal"})
         metrics.say(f"stopped by a signal at step {run.step} of {run.total_steps}; --resume auto goes on from {saved}")
-    assert run.stream is not None
-    run.stream.close()
-    run.accelerator.end_training()
     return saved
 
 
