@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,16 +192,27 @@ def run_workers(dataset: IterableDataset, workers: int, prefetch: int = 2) -> It
         collate_fn=_as_it_is,
         prefetch_factor=prefetch if workers else None,
         generator=torch.Generator(),
-        worker_init_fn=_outlive_a_signal,
+        worker_init_fn=_heed_only_the_parent,
     )
     with quiet_fork():
         return iter(loader)
 
 
-def _outlive_a_signal(worker: int) -> None:
-    """Ctrl-C and SIGTERM often go to the whole process group; a trainer that finishes its step still needs data."""
+def _heed_only_the_parent(worker: int) -> None:
+    """In a worker: leave Ctrl-C, and any SIGTERM that the parent did not send, to the parent.
+
+    Both often go to the whole process group, and a trainer that then finishes its step still needs its data.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # the second one ends it
+    if hasattr(signal, "sigwaitinfo"):  # without it (macOS) who sent a signal is not told, and SIGTERM ends the worker
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _as_it_is(item: Any) -> Any:

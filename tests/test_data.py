@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mdlm.data import Batch, BatchStream, Data, DataConfig, count_bytes, merge_states, open_data, training_texts
 from mdlm.data_pack import PackedRows, TokenStore, make_batch, permutation
+from mdlm.data_source import held_out
 from mdlm.tokenization import encode_texts, token_bytes, train_bpe
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than a small machine has
@@ -90,7 +91,7 @@ def test_shuffled_epochs_hold_every_token_once_and_differ(lengths, seq_len, seed
 
 
 def test_epochs_are_permutations_of_seed_and_epoch_alone():
-    store = numbered_store([50] * 20)
+    store = numbered_store([55, 45] * 10)
 
     def epoch(seed: int, number: int) -> list[list[int]]:
         rows = PackedRows(store, np.arange(20), 10, "stream", shuffle=True, seed=seed)
@@ -99,6 +100,12 @@ def test_epochs_are_permutations_of_seed_and_epoch_alone():
     assert epoch(3, 1) == epoch(3, 1)
     orders = [epoch(3, 0), epoch(3, 1), epoch(3, 2), epoch(4, 0)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    neighbours = [sorted(order) for order in orders]  # apart from the order of the rows, documents meet others in them
+    assert all(a != b for i, a in enumerate(neighbours) for b in neighbours[:i])
+    alone = numbered_store([1000])  # one document: only the order of the rows can change
+    single = [PackedRows(alone, np.arange(1), 10, "stream", shuffle=True, seed=seed) for seed in (3, 4)]
+    rows = [[r.row(e * 100 + i).ids.tolist() for i in range(100)] for r in single for e in range(2)]
+    assert all(a != b for i, a in enumerate(rows) for b in rows[:i])
     plain = PackedRows(store, np.arange(20), 10, "stream")
     assert [plain.row(r).ids.tolist() for r in range(100)] == [plain.row(100 + r).ids.tolist() for r in range(100)]
     assert sorted(permutation(1000, 5).tolist()) == list(range(1000))
@@ -210,6 +217,9 @@ def test_a_position_in_other_data_is_refused(tokenizer):
     with pytest.raises(ValueError, match="states to merge"):
         merge_states([state, other])
     assert merge_states([state, state]) == state
+    far, near = ({**state, "lanes": {"0": [n, [0, 0, n, 0]], str(n): [1, [0, 0, 1, 0]]}} for n in (9, 4))
+    both = {"0": [9, [0, 0, 9, 0]], "4": [1, [0, 0, 1, 0]], "9": [1, [0, 0, 1, 0]]}
+    assert merge_states([far, near])["lanes"] == merge_states([near, far])["lanes"] == both
 
 
 @pytest.mark.parametrize(("world", "batch_size"), [(1, 1), (1, 7), (3, 2), (4, 50)])
@@ -235,6 +245,15 @@ def held_out_texts(data: Data) -> list[str]:
     trained = set(training_texts(data.config, train=TEXTS))
     assert 0 < len(trained) < len(TEXTS)
     return [t for t in TEXTS if t not in trained]
+
+
+def test_holding_out_leaves_both_sides_something():
+    draws = np.asarray([0.3, 0.1, 0.2])
+    assert held_out(draws, 0.25).tolist() == [False, True, True]
+    assert held_out(draws, 0.05).tolist() == [False, True, False]
+    assert held_out(draws, 0.5).tolist() == [False, True, True]
+    assert held_out(draws, 0.0).tolist() == [False, False, False]
+    assert held_out(np.asarray([0.1]), 0.5).tolist() == [True]
 
 
 def test_training_and_validation_share_no_document_and_lose_none(tokenizer):
@@ -378,6 +397,8 @@ def test_blank_documents_are_left_out_and_counted(tokenizer):
     assert data.report.blank == 3
     assert "3 documents of whitespace alone were left out" in str(data.report)
     assert first_epoch(data) == first_epoch(opened(tokenizer))
+    mixed = ["", *(t for text in TEXTS for t in (text, "\n"))]
+    assert list(training_texts(data.config, train=mixed)) == list(training_texts(data.config, train=TEXTS))
     dataset = datasets.Dataset.from_dict({"text": [*TEXTS, "", " \n\t ", "\u3000"]})
     assert open_data(DataConfig(source="given", seq_len=16), tokenizer, train=dataset).report.blank == 3
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -113,17 +113,24 @@ def test_shuffling_permutes_blocks_and_shards_by_seed_and_epoch(tokenizer):
     in_order = [tokenizer.decode(r.ids) for r, _ in islice(plain.rows(LaneState()), 12)]
     assert in_order == [t + "<|eos|>" for s in shards for t in s]
 
-    def epochs(seed: int) -> list[list[str]]:
-        lane = make_lane(Shards(shards), tokenizer, packing="none", shuffle=True, seed=seed, block_rows=6)
-        texts = [tokenizer.decode(r.ids) for r, _ in islice(lane.rows(LaneState()), 36)]
-        return [texts[i : i + 12] for i in (0, 12, 24)]
+    def texts(count: int, source: tuple[tuple[str, ...], ...], **options: object) -> list[str]:
+        lane = make_lane(Shards(source), tokenizer, packing="none", shuffle=True, **options)
+        return [tokenizer.decode(row.ids) for row, _ in islice(lane.rows(LaneState()), count)]
 
-    assert all(sorted(epoch) == sorted(in_order) for epoch in epochs(3))
-    orders = [*epochs(3), *epochs(4)]
-    assert epochs(3) == orders[:3]
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    first_shards = [[t[1] for t in order] for order in orders]
-    assert len({tuple(sorted(f[:6])) for f in first_shards}) > 1, "which shards come first changes too"
+    def differ(orders: list[list[str]]) -> bool:
+        return all(a != b for i, a in enumerate(orders) for b in orders[:i])
+
+    by_shard = [texts(36, shards, block_rows=1, seed=seed)[i : i + 12] for seed in (3, 4) for i in (0, 12, 24)]
+    assert all(sorted(epoch) == sorted(in_order) for epoch in by_shard)
+    assert all([t[0] for t in epoch] == ["a", "b", "c"] * 4 for epoch in by_shard), "a shard is read in its order"
+    assert differ([by_shard[i] for i in (0, 1, 3)]), "the order of shards changes with epoch and seed"
+
+    one = (tuple(f"x{i:02}" for i in range(40)),)
+    blocks = [texts(40, one, block_rows=20, seed=seed)[i : i + 20] for seed in (3, 4) for i in (0, 20)]
+    assert [sorted(block) for block in blocks] == [[f"x{i:02}<|eos|>" for i in range(j, j + 20)] for j in (0, 20)] * 2
+    places = [[int(t[1:3]) % 20 for t in block] for block in blocks]
+    lane = texts(20, one * 2, block_rows=20, lane=1, lanes=2)
+    assert differ([*places, [int(t[1:3]) for t in lane]]), "the order in a block changes with block, seed and lane"
 
 
 def test_resuming_from_a_state_reads_one_block_again_and_no_more(tokenizer):
@@ -353,16 +360,31 @@ def test_a_streaming_position_in_other_data_is_refused(tokenizer):
             streaming(tokenizer, **options).train_batches(1, state=state)
 
 
-def test_workers_outlive_the_signal_that_asks_the_trainer_to_stop(tokenizer):
+def test_workers_leave_signals_from_others_to_the_trainer(tokenizer):
     expected = by_row(take(streaming(tokenizer), 1, 400)[0])
     stream = streaming(tokenizer, workers=2).train_batches(4)
     first = [next(stream)]
-    workers = multiprocessing.active_children()
+    workers = [str(worker.pid) for worker in multiprocessing.active_children()]
     assert len(workers) == 2
-    for worker in workers:
-        os.kill(worker.pid, signal.SIGINT)
-        os.kill(worker.pid, signal.SIGTERM)
+    for name in ("INT", "TERM"):
+        subprocess.run(["bash", "-c", f"kill -{name} {' '.join(workers)}"], check=True)
     rest = [next(stream) for _ in range(99)]  # more than was made before the signals
     assert by_row([*first, *rest]) == expected
     stream.close()
     assert not multiprocessing.active_children()
+
+
+def test_a_program_ends_though_its_stream_is_open(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    code = f"""
+from mdlm.data import DataConfig, open_data
+from mdlm.tokenization import load_tokenizer
+config = DataConfig(source="given", streaming=True, seq_len=16, lanes=2, workers=2, validation_fraction=0.0)
+stream = open_data(config, load_tokenizer({str(tmp_path)!r}), train=["some text of a document"] * 9).train_batches(2)
+next(stream)
+raise SystemExit(7)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore:This DataLoader", "-c", code], timeout=60, capture_output=True
+    )
+    assert (ended.returncode, ended.stderr) == (7, b"")
