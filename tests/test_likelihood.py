@@ -481,6 +481,19 @@ def test_protocols_that_cannot_be_right_are_refused() -> None:
         nelbo(Recorder(), [_plain_batch()], total_bytes=0)
 
 
+@pytest.mark.gpu
+def test_a_denoiser_on_cuda_gives_the_number_of_the_cpu() -> None:
+    source = _source("markov", 6)
+    assert isinstance(source, MarkovSource)
+    there = MarkovSource(source.initial.cuda(), source.transition.cuda(), 6)
+    x = source.sample(50, torch.Generator().manual_seed(3))
+    for masking in ("count", "independent"):
+        protocol = NelboProtocol(masking=masking, samples=2)  # type: ignore[arg-type]
+        cpu, gpu = (accumulate(s, _batches(x, 16), protocol).result() for s in (source, there))
+        assert gpu.nats_per_token == pytest.approx(cpu.nats_per_token, rel=1e-12)
+        assert (gpu.tokens, gpu.nfe, gpu.precision) == (cpu.tokens, cpu.nfe, cpu.precision)
+
+
 # --- baseline -----------------------------------------------------------------------------------------------------
 
 

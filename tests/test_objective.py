@@ -97,7 +97,7 @@ def test_log_probs_equal_the_reference_whatever_the_precision_of_the_logits(dtyp
 def test_nll_and_its_gradient_equal_the_plain_path(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     rows, vocab = shape
     targets = torch.randint(MASK + 1, TOKENS, (rows,), generator=torch.Generator().manual_seed(2))
-    weight = torch.linspace(0.1, 3, rows, dtype=torch.float64)
+    weight = torch.linspace(3, -1, rows, dtype=torch.float64)
     gradients = []
     values = []
     for fast in (True, False):
@@ -142,7 +142,11 @@ def test_a_token_that_cannot_be_emitted_takes_no_probability(column: int, dtype:
 
 @pytest.mark.parametrize("target", [MASK, TOKENS, VOCAB - 1])
 def test_a_target_that_cannot_be_emitted_costs_infinity(target: int) -> None:
-    assert float(subs_nll(torch.zeros(1, VOCAB), torch.tensor([target]), MASK, TOKENS)) == math.inf
+    logits = torch.zeros(1, VOCAB, requires_grad=True)
+    nll = subs_nll(logits, torch.tensor([target]), MASK, TOKENS)
+    assert float(nll.detach()) == math.inf
+    (gradient,) = torch.autograd.grad(nll.sum(), logits)
+    assert not bool(gradient[0, [MASK, *range(TOKENS, VOCAB)]].any())
 
 
 def test_nan_and_infinity_are_not_hidden() -> None:
@@ -383,7 +387,7 @@ def test_noise_is_a_function_of_seed_row_and_step_alone() -> None:
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
 def test_corruption_warmup_bounds_times_and_takes_the_plain_mean(reduction: str) -> None:
-    options: dict[str, Any] = {"warmup_steps": 10, "warmup_start": 0.05, "reduction": reduction, "schedule": "cosine"}
+    options: dict[str, Any] = {"warmup_steps": 10, "warmup_start": 0.05, "reduction": reduction, "eps": 0.04}
     objective = _objective(64, **options)
     model = Tiny()
     for step in range(10):
@@ -391,6 +395,7 @@ def test_corruption_warmup_bounds_times_and_takes_the_plain_mean(reduction: str)
         top = 0.05 + 0.95 * step / 10
         assert objective.max_time(step) == pytest.approx(top)
         assert top * 0.9 < float(noised.times.max()) <= top
+        assert float(noised.times.min()) < top / 32  # not clipped by eps: the loss has no weight to tame
         assert torch.equal(noised.weight, noised.masked.float())
         assert float(objective.denominator(noised)) == float(noised.masked.sum())
         loss = _loss(objective, model, noised)
@@ -494,3 +499,31 @@ def test_ids_and_batch_that_cannot_be_right_are_refused() -> None:
     ids[batch.maskable] = MASK
     with pytest.raises(ValueError, match="clean text holds the mask token"):
         _objective(4).noise(replace(batch, input_ids=ids), 0)
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_noise_and_the_loss_of_the_cpu() -> None:
+    batch = _batch(64)
+    for masking in ("independent", "count"):
+        objective = _objective(64, masking=masking, schedule="cosine")
+        here, there = objective.noise(batch, 0), objective.noise(batch.to("cuda"), 0)
+        assert torch.equal(here.masked, there.masked.cpu())
+        torch.testing.assert_close(here.weight, there.weight.cpu())
+        model = Tiny()
+        on_cpu = objective.numerator(model, here).loss
+        on_gpu = objective.numerator(model.to("cuda"), here.to("cuda")).loss
+        torch.testing.assert_close(on_gpu.detach().cpu(), on_cpu.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(objective.denominator(there).cpu(), objective.denominator(here))
+
+
+@pytest.mark.gpu
+def test_cuda_nll_and_gradient_equal_the_cpu() -> None:
+    targets = torch.randint(MASK + 1, TOKENS, (1400,), generator=torch.Generator().manual_seed(2))
+    for dtype in (torch.float32, torch.bfloat16):
+        results = []
+        for device in ("cpu", "cuda"):
+            logits = _logits(1400, dtype, 400).to(device).requires_grad_()
+            nll = subs_nll(logits, targets.to(device), MASK, TOKENS)
+            results.append((nll.detach().cpu(), torch.autograd.grad(nll.sum(), logits)[0].cpu()))
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-2, atol=1e-5)

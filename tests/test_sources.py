@@ -89,6 +89,13 @@ def test_samples_follow_the_law(name: str) -> None:
     assert torch.equal(drawn, source.sample(n, torch.Generator().manual_seed(9)))
 
 
+def test_a_symbol_of_probability_zero_is_not_drawn_even_by_the_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda n, **options: torch.zeros(n, dtype=torch.float64))
+    generator, never_0 = torch.Generator(), torch.tensor([0.0, 1.0])
+    assert CopySource(never_0, 2).sample(1, generator).tolist() == [[1, 1]]
+    assert MarkovSource(never_0, torch.stack([never_0, never_0]), 2).sample(1, generator).tolist() == [[1, 1]]
+
+
 @each_case
 def test_the_chain_rule_holds_in_any_order(name: str) -> None:
     """Revealing position by position and adding up the conditionals gives the log-probability, in every order."""
