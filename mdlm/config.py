@@ -11,6 +11,7 @@ import inspect
 import math
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
 NORM_PLACEMENTS = ("pre",)
@@ -125,17 +126,25 @@ class MDLMConfig(PreTrainedConfig):
         self.shift_logits = shift_logits
         self.initializer_range = initializer_range
         self.mask_token_id = mask_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+        self.pad_token_id = pad_token_id
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = bos_token_id
+        self._check()
         base_options: dict[str, Any] = {
             "tie_word_embeddings": tie_word_embeddings,
             "pad_token_id": pad_token_id,
             "eos_token_id": eos_token_id,
             "bos_token_id": bos_token_id,
         }
-        super().__init__(**base_options, **kwargs)
-        self._check()
+        try:
+            super().__init__(**base_options, **kwargs)
+        except StrictDataclassError as error:  # `transformers` checks rope_parameters and its own options
+            raise ValueError(str(error)) from error
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MDLMConfig) and self.to_dict() == other.to_dict()
+        """Do both describe the same network? Where it was loaded from and what runs it does not count."""
+        return isinstance(other, MDLMConfig) and all(getattr(self, n) == getattr(other, n) for n in _own_options())
 
     @property
     def rope_theta(self) -> float:
@@ -199,13 +208,17 @@ def _positive_float(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a positive finite number")
 
 
+def _own_options() -> list[str]:
+    return [name for name in inspect.signature(MDLMConfig.__init__).parameters if name not in ("self", "kwargs")]
+
+
 def _refuse_unknown_options(options: dict[str, Any]) -> None:
     """`transformers` keeps every keyword as an attribute, so a misspelt option would change nothing, silently."""
     known = set(_WRITTEN_BY_TRANSFORMERS) | set(inspect.signature(PreTrainedConfig.__init__).parameters)
     known |= set(PreTrainedConfig.__annotations__)
     unknown = sorted(set(options) - known)
     if unknown:
-        own = [name for name in inspect.signature(MDLMConfig.__init__).parameters if name not in ("self", "kwargs")]
+        own = _own_options()
         near = difflib.get_close_matches(unknown[0], own, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"MDLMConfig has no option {unknown[0]!r}{hint} Options: {', '.join(own)}")

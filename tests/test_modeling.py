@@ -182,7 +182,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> Non
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         count: list[int] = []
-        model.model.layers[0].mlp.register_forward_hook(lambda *_, count=count: count.append(1))
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         model(**arguments).logits.sin().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
         calls.append(len(count))
