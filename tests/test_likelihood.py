@@ -183,9 +183,7 @@ def test_batch_size_and_number_of_processes_change_nothing() -> None:
 
 def _evaluate_one_process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, group_name="test"
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     source = _source("markov", 6)
     x = source.sample(50, torch.Generator().manual_seed(3))
     sums = accumulate(source, _batches(x, 4, world=world, rank=rank), NelboProtocol(seed=4))
