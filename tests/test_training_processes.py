@@ -111,7 +111,7 @@ def test_two_processes_killed_stopped_and_resumed_equal_two_that_were_not(
 
 def test_sharded_processes_go_on_from_one_and_back(texts: Path, tmp_path: Path, straight: Path) -> None:
     """FSDP2 on two processes takes over a checkpoint of one, shards it, trains on, and saves whole tensors again."""
-    options = {**OPTIONS, "checkpoint__every": 0, "validation__every": 8}
+    options = {**OPTIONS, "checkpoint__every": 0, "validation__every": 4}
     fsdp = ["--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
     start = [argument for argument in LAUNCH if argument != "--multi_gpu"] + fsdp
     middle = straight.parent / "checkpoint-3"

@@ -239,7 +239,8 @@ class _Parser(ArgumentParser):
     """An `ArgumentParser` whose complaint about an unknown key names the nearest one that exists."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
-        super().error(message + nearest_keys(message, set(option_names(TrainConfig)) | {"config"}), ex)
+        groups = {field.name for field in dataclasses.fields(TrainConfig)}
+        super().error(message + nearest_keys(message, {*option_names(TrainConfig), *groups, "config"}), ex)
 
 
 def option_names(node: type, prefix: str = "") -> Iterator[str]:
@@ -254,9 +255,12 @@ def option_names(node: type, prefix: str = "") -> Iterator[str]:
 
 def nearest_keys(message: str, known: set[str]) -> str:
     """A hint to append to a message about unknown keys; empty if it is about something else or nothing is near."""
-    in_file = re.search(r"Group '(.*)' does not accept option '(.*)'", message)
-    if in_file is not None:
-        unknown = [in_file[2] if in_file[1] in ("", "None") else f"{in_file[1]}.{in_file[2]}"]
+    in_group = re.search(r"Group '(.*)' does not accept option '(.*)'", message)
+    at_top = re.search(r"Option '(.*)' is not accepted", message)
+    if in_group is not None:
+        unknown = [f"{in_group[1]}.{in_group[2]}"]
+    elif at_top is not None:
+        unknown = [at_top[1]]
     elif "unrecognized arguments" in message:
         unknown = re.findall(r"--([\w.\-]+)", message)
     else:

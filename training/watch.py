@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import FSDPModule
 
 from mdlm.denoiser import ModelDenoiser
 from mdlm.eval.likelihood import NelboProtocol, accumulate, merge
@@ -25,6 +26,9 @@ def published_model(run: Run) -> Iterator[None]:
             yield
     finally:
         run.core.train()
+        for module in run.core.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward FSDP2 keeps gathered weights, here those of the average
 
 
 def validate(run: Run) -> dict[str, Any]:
