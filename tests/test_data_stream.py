@@ -15,20 +15,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text_rows import TEXTS, small_bpe
 from transformers import PreTrainedTokenizerFast
 
 from mdlm.data import Batch, Data, DataConfig, merge_states, open_data, training_texts
 from mdlm.data_stream import Lane, LaneState, check_workers
 from mdlm.readers import Document
-from mdlm.tokenization import train_bpe
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than a small machine has
-TEXTS = [f"Document {i} says {'word ' * (i % 7)}and ends: é{i}\n" for i in range(40)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return train_bpe(TEXTS, 280)
+    return small_bpe()
 
 
 @dataclass(frozen=True)
