@@ -85,8 +85,8 @@ class _Background:
         self._pending, self._before = [], {}
 
     def close(self) -> None:
-        """Ends the thread, once what runs has ended."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Ends the thread, once all that was started has ended (after a failure call `rewind` first)."""
+        self._pool.shutdown(wait=True)
 
     def state_dict(self) -> dict[Any, Any]:
         """Memories as of the results taken up so far, per fragment."""
