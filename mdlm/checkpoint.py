@@ -111,9 +111,14 @@ def prune_checkpoints(run: Path, keep_last: int) -> list[Path]:
     return old
 
 
+def partial_path(run: Path, step: int) -> Path:
+    """Where the checkpoint lies while it is written."""
+    return run / f".checkpoint-{step}.partial"
+
+
 def begin_checkpoint(run: Path, step: int) -> Path:
     """Makes the empty temporary folder to write the checkpoint into; finish it with `commit_checkpoint`."""
-    partial = run / f".checkpoint-{step}.partial"
+    partial = partial_path(run, step)
     if partial.exists():
         shutil.rmtree(partial)
     (partial / STATE_FOLDER).mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -11,14 +12,14 @@ from mdlm.training.lr import SHAPES, LRSchedule
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_warmup_is_linear_and_ends_at_the_peak(kind: str) -> None:
+def test_warmup_is_linear_and_ends_at_the_peak(kind: Any) -> None:
     schedule = LRSchedule(kind=kind, warmup_steps=4, final=0.1)
     assert [schedule.factor(step, 100) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
-def test_never_rises_after_warmup_and_stays_above_final(kind: str, final: float) -> None:
+def test_never_rises_after_warmup_and_stays_above_final(kind: Any, final: float) -> None:
     schedule = LRSchedule(kind=kind, warmup_steps=10, final=final)
     factors = [schedule.factor(step, 200) for step in range(10, 200)]
     assert factors[0] == 1.0
@@ -31,7 +32,7 @@ def test_never_rises_after_warmup_and_stays_above_final(kind: str, final: float)
 
 
 def test_closed_forms() -> None:
-    def at(kind: str, step: int) -> float:
+    def at(kind: Any, step: int) -> float:
         return LRSchedule(kind=kind, warmup_steps=20, final=0.2, decay_fraction=0.25).factor(step, 120)
 
     assert at("linear", 70) == pytest.approx(0.2 + 0.8 * 0.5)
@@ -62,7 +63,7 @@ def test_a_warmup_longer_than_the_run_is_only_warmup() -> None:
         ("decay_fraction", 0.0),
     ],
 )
-def test_bad_values_name_the_flag(field: str, value: object) -> None:
+def test_bad_values_name_the_flag(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"--lr_schedule\.{field} is .*must|fraction of the peak"):
         LRSchedule(**{field: value})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_newton_schulz_ignores_the_size_of_the_matrix_and_keeps_zero() -> None:
     assert torch.equal(newton_schulz(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
 
 
-def muon(parameters: list[nn.Parameter], **options: object) -> Muon:
+def muon(parameters: list[nn.Parameter], **options: Any) -> Muon:
     return Muon([{"params": parameters, "algorithm": "muon"}], **options)
 
 
@@ -195,7 +196,7 @@ def test_frozen_parameters_are_left_out(tiny_config: MDLMConfig) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_learning_rate_is_each_groups_peak_times_the_factor(tiny_config: MDLMConfig, name: str) -> None:
+def test_the_learning_rate_is_each_groups_peak_times_the_factor(tiny_config: MDLMConfig, name: Any) -> None:
     optimizer = build_optimizer(MDLMForMaskedLM(tiny_config), OptimConfig(name=name, lr=1e-3, muon_lr=0.02))
     for factor in (0.5, 0.25):
         set_learning_rate(optimizer, factor)
@@ -217,6 +218,6 @@ def test_the_learning_rate_is_each_groups_peak_times_the_factor(tiny_config: MDL
         ("muon_momentum", 1.0),
     ],
 )
-def test_bad_values_name_the_flag(field: str, value: object) -> None:
+def test_bad_values_name_the_flag(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"--optim\.{field} is "):
         OptimConfig(**{field: value})

@@ -238,7 +238,7 @@ class TrainConfig:
 class _Parser(ArgumentParser):
     """An `ArgumentParser` whose complaint about an unknown key names the nearest one that exists."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         groups = {field.name for field in dataclasses.fields(TrainConfig)}
         super().error(message + nearest_keys(message, {*option_names(TrainConfig), *groups, "config"}), ex)
 

@@ -163,7 +163,8 @@ def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Pat
 def optimizer_step(run: Run, stop: bool = False) -> StepResult:
     """Noise, forward and backward of this process's share of a global batch, then one update, the same everywhere.
 
-    Raises nothing for a loss or gradient that is not finite: the update is left out and counted in `run`.
+    If loss or gradient is not finite the update is left out and counted in `run`; under DeepSpeed, which applies it
+    before anybody can look, raises `TrainingDiverged`.
     """
     started = time.perf_counter()
     accelerator, config = run.accelerator, run.config.optim
@@ -180,9 +181,11 @@ def optimizer_step(run: Run, stop: bool = False) -> StepResult:
             accelerator.backward(terms.loss * (scale + 0.0 * terms.loss.detach()).float())
         sums += torch.stack([terms.loss.detach().double() / denominator, terms.nll_sum, terms.masked_count.double()])
     limit = math.inf if config.clip_norm is None else config.clip_norm
-    norm = _whole(accelerator.clip_grad_norm_(run.model.parameters(), limit))
-    grad_norm, votes = torch.stack([norm.double(), stop_votes]).tolist()  # the step's one wait for the device
+    norm = _whole(accelerator.clip_grad_norm_(run.model.parameters(), limit), accelerator.device)
+    grad_norm, votes = torch.stack([norm, stop_votes]).tolist()  # the step's one wait for the device
     skipped = not math.isfinite(grad_norm)
+    if skipped and run.uses_deepspeed and not run.optimizer.step_was_skipped:
+        raise TrainingDiverged(_what_to_do(run, "the gradient was not finite, and DeepSpeed has already applied it"))
     if not skipped or accelerator.scaler is not None:  # an fp16 scaler leaves the update out itself, and must know
         run.optimizer.step()
     run.optimizer.zero_grad()
@@ -211,20 +214,26 @@ def noise_global_batch(run: Run, stop: bool) -> tuple[list[NoisedBatch], Tensor,
     return moved, shared[0].clamp_min(1.0), shared[1]  # a batch with nothing maskable has loss 0, not 0 / 0
 
 
-def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _whole(norm: Tensor | float, device: torch.device) -> Tensor:
+    """FSDP2's norm is sharded, DeepSpeed's a number."""
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return torch.as_tensor(whole, dtype=torch.float64, device=device)
 
 
 def check_divergence(run: Run) -> None:
     """Raises `TrainingDiverged` after `max_bad_steps` skipped steps in a row."""
     limit = run.config.train.max_bad_steps
     if run.bad_in_a_row >= limit:
-        raise TrainingDiverged(
-            f"loss or gradient was not finite in {limit} steps in a row, up to step {run.step}; none of them was "
-            f"applied. Resume from the last checkpoint with a lower --optim.lr (now {run.config.optim.lr}) or "
-            "--optim.clip_norm, a longer --lr_schedule.warmup_steps, or --train.precision fp32; if it breaks at the "
-            "same step again, look at the data there"
-        )
+        what = f"loss or gradient was not finite in {limit} steps in a row, up to step {run.step}; none was applied"
+        raise TrainingDiverged(_what_to_do(run, what))
+
+
+def _what_to_do(run: Run, what: str) -> str:
+    return (
+        f"{what}. Resume from the last checkpoint with a lower --optim.lr (now {run.config.optim.lr}) or "
+        "--optim.clip_norm, a longer --lr_schedule.warmup_steps, or --train.precision fp32; if it breaks at the same "
+        "step again, look at the data there"
+    )
 
 
 def fix_length(run: Run) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -25,12 +25,23 @@ from mdlm.data import BatchStream, Data, open_data, training_texts
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import Objective
 from mdlm.tokenization import check_vocab, load_tokenizer, num_tokens, open_tokenizer, padded_vocab_size
+from mdlm.training import zero
 from mdlm.training.config import TrainConfig
 from mdlm.training.ema import EMA
 from mdlm.training.metrics import check_tracker
 from mdlm.training.optim import build_optimizer
 
 _PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+class StatePart(Protocol):
+    """Something with a state of its own on every process, which a checkpoint must hold. Names its files itself."""
+
+    def save(self, folder: Path) -> None:
+        """Writes this process's files below `folder`, the `train_state/` of a checkpoint in the making."""
+
+    def load(self, folder: Path) -> None:
+        """Reads them back. Raises ValueError if they are not there."""
 
 
 @dataclass
@@ -61,13 +72,20 @@ class Run:
     position: dict[str, Any] | None = None
     """Where the stream of the checkpoint stood; None: at the beginning."""
     resumed_from: Path | None = None
+    parts: list[StatePart] = field(default_factory=list)
+    """Saved and loaded with the run, by every process."""
     unlogged: list[Tensor] = field(default_factory=list)
     """Per step since the last line of metrics: this process's part of (loss, masked nll, masked tokens)."""
 
     @property
     def raw_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer inside accelerate's wrapper."""
-        return self.optimizer.optimizer  # type: ignore[no-any-return]
+        return self.optimizer.optimizer
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether accelerate trains through DeepSpeed (`zero.py`)."""
+        return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
     @property
     def micro_batch(self) -> int:
@@ -200,17 +218,20 @@ def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTo
             f"({model.config.max_position_embeddings}); lower it"
         )
     check_vocab(tokenizer, model.config)
+    if model.config.mask_token_id is None:
+        raise ValueError(f"--model.init_from {options.init_from}: its config.json has no mask_token_id; set it there")
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> dict[str, Any]:
     """What a resumed run must share with the one it continues, or its steps would not be the same steps.
 
     The data has a fingerprint of its own, which it checks itself.
     """
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return {
         "the tokenizer": hashlib.sha256(vocabulary).hexdigest()[:16],
         "--tokenizer.vocab_size": config.tokenizer.vocab_size,
@@ -219,11 +240,13 @@ def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict
         "--seed": config.seed,
         "--optim.name": config.optim.name,
         "an EMA (--train.ema)": config.train.ema is not None,
+        "the number of processes of DeepSpeed": accelerator.num_processes if deepspeed else None,
     }
 
 
 def build_objective(config: TrainConfig, model: MDLMForMaskedLM, total_steps: int) -> Objective:
     """The loss of a run of `total_steps`, on which the length of the corruption warm-up may depend."""
+    assert model.config.mask_token_id is not None, "checked when the model was made"
     warmup = config.objective.warmup_steps or round(config.train.corruption_warmup * total_steps)
     return dataclasses.replace(config.objective, warmup_steps=warmup).build(
         global_batch=config.train.global_batch,
@@ -236,7 +259,7 @@ def build_objective(config: TrainConfig, model: MDLMForMaskedLM, total_steps: in
 def prepare(config: TrainConfig, accelerator: Accelerator, core: MDLMForMaskedLM) -> tuple[nn.Module, Any]:
     """The wrapped model and optimizer. Compilation is in place, so no name in the state dict changes."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _prepare_deepspeed(config, accelerator)
+        zero.configure(config, accelerator)
     if config.train.compile:
         sharded = accelerator.distributed_type == DistributedType.FSDP  # whose hooks sit between the layers
         for part in core.model.layers if sharded else (core.model,):
@@ -260,7 +283,7 @@ def set_up(config: TrainConfig) -> Run:
         )
     model, optimizer = prepare(config, accelerator, core)
     steps = config.train.steps or 0
-    return Run(
+    run = Run(
         config=config,
         accelerator=accelerator,
         tokenizer=tokenizer,
@@ -274,3 +297,6 @@ def set_up(config: TrainConfig) -> Run:
         total_steps=steps,
         resumed_from=resume,
     )
+    if run.uses_deepspeed:
+        run.parts.append(zero.ZeroState(model))
+    return run

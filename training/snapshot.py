@@ -31,6 +31,7 @@ from mdlm.training.state import (
     restore_weights,
     shard_all,
 )
+from mdlm.training.zero import gather_weights
 
 _OPTIMIZER = f"{ck.STATE_FOLDER}/optimizer.safetensors"
 _RAW_WEIGHTS = f"{ck.STATE_FOLDER}/model.safetensors"
@@ -39,18 +40,27 @@ _RAW_WEIGHTS = f"{ck.STATE_FOLDER}/model.safetensors"
 def save(run: Run) -> Path:
     """Writes `checkpoint-<step>` and deletes what is older than the newest `keep_last`. Returns its folder.
 
-    The main process writes everything; the others only help gathering.
+    The main process writes everything; the others help gathering, and add files of their own only through `run.parts`.
     """
     assert run.stream is not None
     folder, keep = Path(run.config.output_dir), run.accelerator.is_main_process
-    weights = gather_all(named_weights(run.core), keep)
-    optimizer = gather_all(named_optimizer_state(run.core, run.raw_optimizer), keep)
+    if run.uses_deepspeed:
+        weights, optimizer = gather_weights(run.core, keep), {}
+    else:
+        weights = gather_all(named_weights(run.core), keep)
+        optimizer = gather_all(named_optimizer_state(run.core, run.raw_optimizer), keep)
     average = {} if run.ema is None else gather_all(run.ema.average, keep)
     position = merge_states(gather_object([run.stream.state_dict()]))
+    partial = ck.begin_checkpoint(folder, run.step) if keep else ck.partial_path(folder, run.step)
+    if run.parts:
+        run.accelerator.wait_for_everyone()  # the folder is there
+        for part in run.parts:
+            part.save(partial / ck.STATE_FOLDER)
+        run.accelerator.wait_for_everyone()  # everybody has written
     if keep:
-        partial = ck.begin_checkpoint(folder, run.step)
         ck.write_model(partial, run.core.config, {**weights, **average}, run.tokenizer)
-        ck.write_tensors(partial / _OPTIMIZER, optimizer)
+        if optimizer:
+            ck.write_tensors(partial / _OPTIMIZER, optimizer)
         if run.ema is not None:
             ck.write_tensors(partial / _RAW_WEIGHTS, weights)
         ck.commit_checkpoint(partial, _state(run, position))
@@ -69,7 +79,7 @@ def _state(run: Run, position: dict[str, Any]) -> dict[str, Any]:
         "ema_updates": None if run.ema is None else run.ema.updates,
         "scaler": None if scaler is None else scaler.state_dict(),
         "data": position,
-        "fingerprint": fingerprint(run.config, run.tokenizer),
+        "fingerprint": fingerprint(run.config, run.tokenizer, run.accelerator),
         "config": as_dict(run.config),
         **ck.provenance(),
     }
@@ -79,14 +89,10 @@ def load(run: Run, checkpoint: Path) -> None:
     """Brings a freshly set up run to where the checkpoint was made. Raises ValueError if it belongs to another run."""
     state = ck.read_state(checkpoint)
     _check_same_run(run, state, checkpoint)
-    published = ck.read_model_weights(checkpoint)
-    check_same_shapes(named_weights(run.core), published, str(checkpoint))
-    raw = published if run.ema is None else ck.read_tensors(checkpoint / _RAW_WEIGHTS)
-    restore_weights(run.core, raw, str(checkpoint))
-    restore_optimizer(run.core, run.raw_optimizer, ck.read_tensors(checkpoint / _OPTIMIZER), str(checkpoint))
-    if run.ema is not None:
-        average = {name: published[name] for name in run.ema.average}
-        run.ema.load(shard_all(average, run.ema.average), state["ema_updates"])
+    if not run.uses_deepspeed:
+        _load_tensors(run, state, checkpoint)
+    for part in run.parts:
+        part.load(checkpoint / ck.STATE_FOLDER)
     if run.accelerator.scaler is not None and state["scaler"] is not None:
         run.accelerator.scaler.load_state_dict(state["scaler"])
     run.step = state["step"]
@@ -102,11 +108,20 @@ def load(run: Run, checkpoint: Path) -> None:
     run.position = state["data"]
 
 
+def _load_tensors(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
+    published = ck.read_model_weights(checkpoint)
+    check_same_shapes(named_weights(run.core), published, str(checkpoint))
+    raw = published if run.ema is None else ck.read_tensors(checkpoint / _RAW_WEIGHTS)
+    restore_weights(run.core, raw, str(checkpoint))
+    restore_optimizer(run.core, run.raw_optimizer, ck.read_tensors(checkpoint / _OPTIMIZER), str(checkpoint))
+    if run.ema is not None:
+        average = {name: published[name] for name in run.ema.average}
+        run.ema.load(shard_all(average, run.ema.average), state["ema_updates"])
+
+
 def _check_same_run(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
-    own = fingerprint(run.config, run.tokenizer)
-    changed = [
-        f"{key} was {state['fingerprint'][key]}, is {own[key]}" for key in own if own[key] != state["fingerprint"][key]
-    ]
+    own, before = fingerprint(run.config, run.tokenizer, run.accelerator), state["fingerprint"]
+    changed = [f"{key} was {before.get(key)}, is {own[key]}" for key in own if own[key] != before.get(key)]
     saved = MDLMConfig.from_pretrained(checkpoint).to_dict()
     now = run.core.config.to_dict()
     volatile = {"dtype", "architectures", "transformers_version", "_name_or_path", "use_cache"}
