@@ -23,7 +23,7 @@ from mdlm.training.outer_config import MergeConfig
 CANCELLED = 1e-6
 """A weighted sum of unit vectors shorter than this has no direction to speak of: the mean is used instead."""
 
-SMALLEST_DEVIATION = 1e-3
+SMALLEST_DEVIATION = 1e-2
 """Smallest standard deviation of EDiT's norms, as a share of their average: a steady norm must not exclude the next."""
 
 Gram = Float64[Tensor, "tensors islands islands"]
@@ -151,7 +151,7 @@ def penalty(
     if rounds >= warmup:
         sane &= (lengths <= ceiling) | (average == 0)
     gap = torch.where(sane, lengths, ceiling) - average
-    step = torch.where(heard, decay if rounds else 1.0, 0.0)
+    step = heard.to(torch.float64) * (decay if rounds else 1.0)
     average = average + step * gap
     variance = (1 - step) * (variance + step * gap * gap)
     shortest = torch.where(sane, lengths, torch.inf).min(-1, keepdim=True).values
