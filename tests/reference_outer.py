@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-Vector = np.ndarray
+Vector = Any
 Code = Callable[[Vector], Vector]
 
 
@@ -93,7 +94,7 @@ class Outer:
 
 @dataclass
 class Setup:
-    """One algorithm. `fragments`: (positions, first start); `merge(island, round, sent, anchors)` -> merged direction."""
+    """One algorithm. `fragments`: (positions, first start); `merge(island, round, sent, anchors)` -> direction."""
 
     islands: int
     every: int
@@ -126,8 +127,12 @@ def run(setup: Setup, start: Vector, inner: Callable[[int, int, Vector], Vector]
     for where, _ in s.fragments:
         zero = np.zeros(len(where))
         states.append(
-            _State([start[where].copy() for _ in range(k)], [zero.copy() for _ in range(k)], zero.copy(),
-                   [s.outer() for _ in range(k)])  # fmt: skip
+            _State(
+                [start[where].copy() for _ in range(k)],
+                [zero.copy() for _ in range(k)],
+                zero.copy(),
+                [s.outer() for _ in range(k)],
+            )
         )
     delay = s.every if s.overlap in ("one_step", "eager") else s.tau
     for n in range(1, steps + 1):

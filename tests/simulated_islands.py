@@ -85,7 +85,7 @@ def on_islands(islands: int, work: Callable[[int], Result]) -> list[Result]:
     def run(island: int) -> None:
         try:
             results[island] = work(island)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
             errors[island] = error
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(islands)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_a_round_in_which_nobody_is_finite_is_void() -> None:
 def test_clipping_bounds_the_merged_length_and_no_other() -> None:
     deltas = random(3, 10)
     c = mean(whole(deltas), weights_of(1, 1, 1))
-    size = np.linalg.norm(merged(deltas, c))
+    size = float(np.linalg.norm(merged(deltas, c)))
     assert np.linalg.norm(merged(deltas, clip(whole(deltas), c, size / 3))) == pytest.approx(size / 3, rel=1e-6)
     torch.testing.assert_close(clip(whole(deltas), c, 2 * size), c)
     assert not clip(whole([torch.zeros(4)] * 2), mean(whole([torch.zeros(4)] * 2), weights_of(1, 1)), 1.0).isnan().any()
@@ -146,12 +147,12 @@ def test_clipping_bounds_the_merged_length_and_no_other() -> None:
 # EDiT's penalty -----------------------------------------------------------------------------------------------------
 
 
-def history(rounds: int, islands: int = 3, scale: float = 1.0, seed: int = 0) -> tuple[dict, list[Tensor]]:
-    memory: dict = {}
+def history(rounds: int, islands: int = 3, scale: float = 1.0, seed: int = 0) -> tuple[Any, list[Tensor]]:
+    memory: Any = None
     last: list[Tensor] = []
     for k in range(rounds):
         last = [scale * d for d in random(islands, 50, seed + k)]
-        _, memory = penalty(whole(last), torch.ones(islands, dtype=torch.float64), memory or None, 3.0, 0.02, 20)
+        _, memory = penalty(whole(last), torch.ones(islands, dtype=torch.float64), memory, 3.0, 0.02, 20)
     return memory, last
 
 
@@ -161,7 +162,8 @@ def test_edit_leaves_out_a_sudden_norm_only_after_warm_up() -> None:
         last[1] = 20 * last[1]
         c, _ = penalty(whole(last), weights_of(1, 1, 1), memory, 3.0, 0.02, 20)
         assert (c[0, 1] > 0) == kept or c[0, 1] < 1e-8
-        assert c[0].sum() == pytest.approx(1.0) and (kept or c[0, 1] == 0)
+        assert c[0].sum() == pytest.approx(1.0)
+        assert kept or c[0, 1] == 0
 
 
 def test_edit_rolls_back_where_all_islands_jump_and_recovers_from_a_lasting_change() -> None:
@@ -189,7 +191,9 @@ def test_edit_keeps_statistics_of_a_nan_round_finite() -> None:
     last[0] = torch.full((50,), float("nan"))
     products = whole(last)
     c, memory = penalty(products, trusted(products, weights_of(1, 1, 1), None, None), memory, 3.0, 0.02, 20)
-    assert c[0, 0] == 0 and bool(memory["average"].isfinite().all()) and bool(memory["variance"].isfinite().all())
+    assert c[0, 0] == 0
+    assert bool(memory["average"].isfinite().all())
+    assert bool(memory["variance"].isfinite().all())
 
 
 def test_edit_moving_average_and_variance_equal_their_recurrence() -> None:

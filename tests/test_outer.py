@@ -1,24 +1,20 @@
-"""The outer step: its identities, its schedule, its state, and public bugs of other implementations by their symptoms."""
+"""The outer step: its identities and its schedule; public bugs of other implementations by their symptoms."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import io
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from reference_outer import quadratic_anchor
-from simulated_islands import Network, on_islands
 from torch import nn
-from toy_islands import Island, Toy, flat, loss, quadratic_, train_islands
+from toy_islands import Toy, flat, loss, train_islands
 
-from mdlm.training.exchange import Alone
 from mdlm.training.fragments import Schedule, layout
 from mdlm.training.outer import OuterStep
-from mdlm.training.outer_config import PRESETS, CompressConfig, MergeConfig, OuterConfig
+from mdlm.training.outer_config import PRESETS, OuterConfig
 from mdlm.training.outer_optim import DelayedNesterov
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -66,7 +62,7 @@ def test_islands_that_exchange_every_step_are_data_parallel_sgd(make: Make) -> N
     together = Toy()
     optimizer = make(list(together.parameters()))
     for n in range(1, 31):
-        (sum(loss(together, i, n) for i in range(4)) / 4).backward()
+        torch.stack([loss(together, i, n) for i in range(4)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     islands = train_islands(OuterConfig(every=1, optimizer="sgd", lr=1.0), 4, 30, with_optimizer(make))
@@ -78,7 +74,7 @@ def test_negative_control_with_adamw_inside_they_are_not() -> None:
     together = Toy()
     optimizer = ADAMW(list(together.parameters()))
     for n in range(1, 31):
-        (sum(loss(together, i, n) for i in range(4)) / 4).backward()
+        torch.stack([loss(together, i, n) for i in range(4)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     islands = train_islands(OuterConfig(every=1, optimizer="sgd", lr=1.0), 4, 30, with_optimizer(ADAMW))
@@ -144,8 +140,8 @@ def test_closed_form_on_a_quadratic(every: int, lr: float, mu: float) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["none", "streaming", "one_step", "eager"])
-def test_nothing_is_lost_or_applied_twice(overlap: str) -> None:
-    """With an outer rate of 1 and a constant step, every inner step of every island counts once (delays: half a round)."""
+def test_nothing_is_lost_or_applied_twice(overlap: Any) -> None:
+    """With an outer rate of 1 and a constant step, every inner step of every island counts once."""
 
     def inner(model: nn.Module, island: int, step: int) -> None:
         with torch.no_grad():
@@ -198,12 +194,15 @@ def test_the_delayed_preset_is_stable_where_dilocos_rates_are_not(kappa: float) 
 # Schedule and layout ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every", "fragments", "tau", "start"), [(10, 1, 0, 0), (12, 5, 3, 7), (6, 6, 6, 0), (7, 3, 1, 20)])
+@pytest.mark.parametrize(
+    ("every", "fragments", "tau", "start"), [(10, 1, 0, 0), (12, 5, 3, 7), (6, 6, 6, 0), (7, 3, 1, 20)]
+)
 def test_every_fragment_is_exchanged_once_per_round(every: int, fragments: int, tau: int, start: int) -> None:
     schedule = Schedule(every, fragments, tau, start)
     for f in range(fragments):
         moments = [n for n in range(start + 5 * every + 1) if f in schedule.starts(n)]
-        assert np.diff(moments).tolist() == [every] * (len(moments) - 1) and len(moments) == 5
+        assert np.diff(moments).tolist() == [every] * (len(moments) - 1)
+        assert len(moments) == 5
         assert [schedule.round(f, n) for n in moments] == [0, 1, 2, 3, 4]
         assert all(f in schedule.finishes(n + tau) for n in moments)
     first = sorted(n for n in range(start, start + every + 1) for _ in schedule.starts(n))
@@ -228,11 +227,12 @@ def test_torchft_206_a_joiner_walks_the_fragments_in_another_order() -> None:
 
 @pytest.mark.parametrize("pattern", ["strided", "balanced"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_every_parameter_is_in_exactly_one_fragment(count: int, pattern: str) -> None:
+def test_every_parameter_is_in_exactly_one_fragment(count: int, pattern: Any) -> None:
     parameters = dict(Toy().named_parameters())
     fragments = layout(parameters, count, pattern)
     names = [piece.name for fragment in fragments for piece in fragment]
-    assert sorted(names) == sorted(parameters) and len(fragments) == count
+    assert sorted(names) == sorted(parameters)
+    assert len(fragments) == count
     for fragment in fragments:
         assert [p.start for p in fragment] == [0, *[p.stop for p in fragment[:-1]]]
     if pattern == "balanced" and count == 4:
@@ -253,7 +253,8 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all() -> None:
     outer = OuterStep(model, OuterConfig(every=1))
     pieces = {piece.name: piece for piece in outer.fragments[0]}
     assert set(pieces) == {"embed.weight", "layers.0.weight", "layers.2.weight"}
-    assert pieces["embed.weight"].embedding and not pieces["layers.0.weight"].embedding
+    assert pieces["embed.weight"].embedding
+    assert not pieces["layers.0.weight"].embedding
 
 
 def test_floating_buffers_that_are_saved_are_refused() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import reference_outer as ref
 import torch
-from toy_islands import LAYERS, flat, quadratic, quadratic_, Toy, train_islands
+from toy_islands import LAYERS, Toy, flat, quadratic, quadratic_, train_islands
 
 from mdlm.training.merge import pair_of
 from mdlm.training.outer_config import PRESETS, CompressConfig, MergeConfig, OuterConfig
@@ -41,7 +42,7 @@ def compare(config: OuterConfig, setup: ref.Setup, steps: int, rtol: float = 2e-
     assert np.abs(anchors[0] - flat(Toy())).max() > 0.05, "nothing was learnt: the comparison would be empty"
 
 
-def shorter(name: str, every: int, **changes: object) -> OuterConfig:
+def shorter(name: str, every: int, **changes: Any) -> OuterConfig:
     """A preset with a round short enough for a test."""
     return dataclasses.replace(PRESETS[name], every=every, **changes)
 
@@ -54,7 +55,7 @@ def test_plain_presets(name: str, islands: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["heavy_ball", "adam", "nesterov", "sgd"])
-def test_every_outer_optimizer(optimizer: str) -> None:
+def test_every_outer_optimizer(optimizer: Any) -> None:
     config = OuterConfig(every=4, optimizer=optimizer, lr=0.3, momentum=0.6)
     compare(config, ref.Setup(2, 4, [(WHOLE, 4)], lambda: of(config)), 17)
 
@@ -85,9 +86,7 @@ def test_one_step_delay_with_int4_and_error_feedback() -> None:
     compress = CompressConfig(codec="int4", feedback="classic")
     config = shorter("diloco_x", 5, compress=compress)
     code = lambda x: ref.int_code(x, 4)  # noqa: E731
-    setup = ref.Setup(
-        3, 5, [(WHOLE, 5)], lambda: of(config), overlap="one_step", code=code, pull_code=code, decay=1.0
-    )
+    setup = ref.Setup(3, 5, [(WHOLE, 5)], lambda: of(config), overlap="one_step", code=code, pull_code=code, decay=1.0)
     compare(config, setup, 33)
 
 
@@ -117,7 +116,7 @@ def test_sparse_loco_top_k_two_bits_and_decaying_feedback() -> None:
     compare(config, ref.Setup(3, 4, [(WHOLE, 4)], lambda: of(config), code=code, decay=0.95), 29)
 
 
-def per_tensor(rule: object, lengths: list[int]) -> object:
+def per_tensor(rule: Any, lengths: list[int]) -> Any:
     """A merge that applies `rule(vectors)` tensor by tensor."""
 
     def merge(i: int, number: int, sent: list[np.ndarray], anchors: list[np.ndarray]) -> np.ndarray:
@@ -159,7 +158,9 @@ def test_islands_agree_bit_for_bit_where_the_algorithm_says_so(name: str) -> Non
     same = [
         all(torch.equal(a, b) for a, b in zip(islands[0].outer.anchors, other.outer.anchors)) for other in islands[1:]
     ]
-    assert all(same) != (name in ("eager", "noloco")), "eager and pairs keep anchors of their own, all others share them"
+    assert all(same) != (name in ("eager", "noloco")), (
+        "eager and pairs keep anchors of their own, all others share them"
+    )
     if name not in ("eager", "noloco", "streaming"):
         assert all(np.array_equal(flat(islands[0].model), flat(other.model)) for other in islands[1:])
 

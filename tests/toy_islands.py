@@ -1,4 +1,4 @@
-"""A small model and inner trainings for tests of the outer step: in float32 for the product, in float64 for the oracle."""
+"""A small model and its inner trainings for tests of the outer step: float32 for the product, float64 for the oracle."""
 
 from __future__ import annotations
 
