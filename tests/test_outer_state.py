@@ -80,7 +80,7 @@ def test_torchft_238_opendiloco_resume_in_mid_round_or_mid_flight_is_exact(name:
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"pairs"}))
 def test_an_error_surfaces_before_the_update_and_the_round_can_be_sent_again(name: str) -> None:
-    """torchft #39, #47: errors that surface at the end of a round, after the update. Nothing is applied twice or lost."""
+    """torchft #39, #47: errors surface at the end of a round, after the update. Nothing is applied twice or lost."""
     config, islands = CONFIGS[name], 2
     straight = train_islands(config, islands, 26)
     network = Network(islands)

@@ -75,6 +75,21 @@ def test_loss_and_gradient_do_not_depend_on_the_accumulation(
         torch.testing.assert_close(split.unlogged[0], whole.unlogged[0], rtol=1e-6, atol=0)
 
 
+def test_recomputing_activations_changes_no_gradient(texts: Path, tmp_path: Path) -> None:
+    plain = gradients_of_one_step(begin(texts, tmp_path / "plain"))
+    found = gradients_of_one_step(begin(texts, tmp_path / "recomputed", model__gradient_checkpointing="true"))
+    for name in plain:
+        torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-6)
+
+
+def test_gradients_are_clipped_to_the_norm(texts: Path, tmp_path: Path) -> None:
+    free = gradients_of_one_step(begin(texts, tmp_path / "free", optim__clip_norm=None))
+    norm = torch.stack([g.square().sum() for g in free.values()]).sum().sqrt()
+    clipped = gradients_of_one_step(begin(texts, tmp_path / "clipped", optim__clip_norm=norm.item() / 4))
+    for name in free:
+        torch.testing.assert_close(clipped[name], free[name] / 4, rtol=1e-4, atol=1e-7)
+
+
 def test_the_step_is_the_gradient_of_the_documented_loss(texts: Path, tmp_path: Path) -> None:
     """Sum of weighted masked negative log-likelihoods over maskable tokens, written out with a plain softmax."""
     run = begin(texts, tmp_path / "run", data__packing="none", optim__clip_norm=None, train__micro_batch=2)

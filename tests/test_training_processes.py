@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -44,12 +45,14 @@ def _fresh_accelerate() -> Iterator[None]:
         yield
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
 
 
-def launch(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+def launch(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def worker(accident: str, at: int, *options: str, start: list[str]) -> list[str]:
@@ -123,6 +126,53 @@ def test_sharded_processes_go_on_from_one_and_back(texts: Path, tmp_path: Path, 
     assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_equals_one_process_and_resumes(texts: Path, tmp_path: Path) -> None:
+    options = {"train__micro_batch": 2, "checkpoint__every": 4, "checkpoint__keep_last": 5}
+    with fresh_accelerate():
+        expected = train(configure(texts, tmp_path / "one", **options))
+    assert expected is not None
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    whole = launch(worker("zero", 0, *arguments(texts, tmp_path / "zero", **options), start=start), **zero)
+    assert whole.returncode == 0, whole.stderr
+    one, two = ({k: t for k, t in tensors(path).items() if k.startswith("model")} for path in
+                (expected, tmp_path / "zero" / "checkpoint-8"))  # fmt: skip
+    assert one.keys() == two.keys()
+    assert all((one[name] - two[name]).abs().max() < 2e-6 for name in one)
+    middle = tmp_path / "zero" / "checkpoint-4"
+    command = arguments(texts, tmp_path / "again", resume=middle, **options)
+    again = launch(worker("zero", 0, *command, start=start), **zero)
+    assert again.returncode == 0, again.stderr
+    assert_same(tmp_path / "zero" / "checkpoint-8", tmp_path / "again" / "checkpoint-8")
+
+
+def test_ctrl_c_saves_on_all_processes(texts: Path, tmp_path: Path) -> None:
+    """The terminal sends SIGINT to launcher and workers, and the launcher once more to the workers."""
+    output = tmp_path / "run"
+    command = [*LAUNCH, "-m", "mdlm.training", *arguments(texts, output, train__steps=100_000)]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        wait_for_steps(process, output)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    step = records(output, "event")[-1]["step"]
+    assert state(output / f"checkpoint-{step}")["step"] == step
+
+
+def wait_for_steps(process: subprocess.Popen[Any], output: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (output / "metrics.jsonl").is_file() or not records(output, "train"):
+        assert time.monotonic() < deadline, "no step was made"
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
 def test_a_process_told_to_stop_finishes_its_step_saves_and_exits_with_0(texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = arguments(texts, output, train__steps=100_000)
@@ -130,11 +180,7 @@ def test_a_process_told_to_stop_finishes_its_step_saves_and_exits_with_0(texts: 
         [sys.executable, "-m", "mdlm.training", *command], env=environment(), stdout=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 120
-        while not (output / "metrics.jsonl").is_file() or not records(output, "train"):
-            assert time.monotonic() < deadline, "no step was made"
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for_steps(process, output)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     finally:

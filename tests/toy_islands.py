@@ -1,4 +1,4 @@
-"""A small model and its inner trainings for tests of the outer step: float32 for the product, float64 for the oracle."""
+"""A small model and its inner trainings for tests of the outer step: float32 for the product, float64 for oracles."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `python train_worker.py kill 5 <options>`: this process is killed (SIGKILL) when it is about to make step 5;
 `terminate 5`: it sends itself SIGTERM there, on the last process only; `fsdp 0`: accelerate is made to believe that
-the CPU is an accelerator, since it offers FSDP2 there only; `none 0`: no accident.
+the CPU is an accelerator, since it offers FSDP2 there only, `zero 0` the same for DeepSpeed; `none 0`: no accident.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -25,6 +26,9 @@ def run() -> int:
     if accident == "fsdp":
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if accident == "zero":
+        PartialState(cpu=True)
+        torch.accelerator.is_available = lambda: True
     original = loop.optimizer_step
 
     def step(run: Run, stop: bool = False) -> loop.StepResult:

@@ -227,7 +227,8 @@ class CodeBook:
 class TopK:
     """Per block of 4096 values the `density` largest magnitudes, at least one, each with an index of 12 bits.
 
-    SparseLoCo (2508.15706) keeps 64 of 4096. The kept values are written by another codec.
+    SparseLoCo (2508.15706) keeps 64 of 4096. The kept values are written by another codec, in its own blocks: of a buffer
+    cut at multiples of `granule` the same values are kept, but they may round differently.
     """
 
     density: float
@@ -279,7 +280,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class Sliced:
-    """Another codec, slice by slice, so that its working memory does not grow with the buffer. As many bytes."""
+    """Another codec, slice by slice, so that its working memory does not grow with the buffer."""
 
     inner: Codec
     slice_blocks: int
