@@ -227,7 +227,7 @@ class CodeBook:
 class TopK:
     """Per block of 4096 values the `density` largest magnitudes, at least one, each with an index of 12 bits.
 
-    SparseLoCo (2508.15706) keeps 64 of 4096. The kept values are written by another codec, in its own blocks: of a buffer
+    SparseLoCo (2508.15706) keeps 64 of 4096. What is kept is written by another codec, in its own blocks: of a buffer
     cut at multiples of `granule` the same values are kept, but they may round differently.
     """
 
