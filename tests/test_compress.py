@@ -66,6 +66,15 @@ def test_codecs_keep_shape_count_bytes_stay_finite_and_contract(x: Tensor, name:
     assert size(decoded.double() - x.double()) <= size(x) * (1 + 1e-6) + 1e-44 * math.sqrt(len(x))
 
 
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_the_largest_and_the_smallest_numbers_of_float32(name: str) -> None:
+    smallest = 2.0**-149
+    for x in (torch.tensor([LARGEST, -LARGEST, 1.0]), torch.tensor([smallest, -3 * smallest, 0.0])):
+        decoded = CODECS[name].decode(CODECS[name].encode(x), 3)
+        assert bool(decoded.isfinite().all())
+        assert size(decoded.double() - x.double()) <= size(x) * (1 + 1e-6)
+
+
 @settings(max_examples=80, deadline=None)
 @given(buffers(), st.sampled_from(sorted(set(CODECS) - {"topk", "topk of 2-bit values"})), st.integers(1, 5))
 def test_torchft_278_buckets_lose_tensors_many_give_the_same_as_one(x: Tensor, name: str, buckets: int) -> None:

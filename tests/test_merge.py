@@ -75,6 +75,11 @@ def test_radial_survives_zero_and_cancelling_deltas() -> None:
     np.testing.assert_allclose(half, 0.5 * d.numpy(), rtol=1e-6)  # direction of d, mean length 3/2
     nothing = [torch.zeros(3), torch.zeros(3)]
     assert not merged(nothing, radial(whole(nothing), ones, PLAIN)).any()
+    (u,) = random(1, 50)
+    nearly = [u, -3 * u, torch.zeros(50)]  # directions cancel but for rounding, which must not become the direction
+    np.testing.assert_allclose(
+        merged(nearly, radial(whole(nearly), weights_of(1, 1, 1), PLAIN)), -2 / 3 * u.numpy(), rtol=1e-5
+    )
     opposite = [d, -2 * d]  # directions cancel: the mean
     np.testing.assert_allclose(merged(opposite, radial(whole(opposite), ones, PLAIN)), -0.5 * d.numpy(), rtol=1e-6)
 
@@ -154,6 +159,13 @@ def history(rounds: int, islands: int = 3, scale: float = 1.0, seed: int = 0) ->
         last = [scale * d for d in random(islands, 50, seed + k)]
         _, memory = penalty(whole(last), torch.ones(islands, dtype=torch.float64), memory, 3.0, 0.02, 20)
     return memory, last
+
+
+def test_edit_prefers_the_shorter() -> None:
+    deltas = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 1.0])]
+    c, _ = penalty(whole(deltas), weights_of(1, 2), None, 3.0, 0.02, 20)
+    expected = np.exp([-3.0, -1.0]) * [1, 2]
+    np.testing.assert_allclose(c[0].numpy(), expected / expected.sum(), rtol=1e-9)
 
 
 def test_edit_leaves_out_a_sudden_norm_only_after_warm_up() -> None:

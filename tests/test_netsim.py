@@ -161,9 +161,10 @@ def test_one_island_and_an_endless_link_are_pure_computing() -> None:
 def test_the_link_limits_even_what_is_fully_overlapped() -> None:
     """An exchange that takes longer than a round cannot be hidden, however long it may take: they queue."""
     s = Setting(1e9, 2, step_seconds=1.0, up=1e8, rtt=0.0, overhead=1.0)
-    f = forecast(s, Method("", 10, 1, 10, 16), 1e9)
-    assert f.exchange_seconds == pytest.approx(160)
-    assert f.utilisation == pytest.approx(10 / 160)
+    for fragments in (1, 5):
+        f = forecast(s, Method("", 10, fragments, 10, 16), 1e9)
+        assert f.exchange_seconds == pytest.approx(160 / fragments)
+        assert f.utilisation == pytest.approx(10 / 160)
 
 
 def test_utilisation_grows_with_the_link_and_with_every_saving() -> None:

@@ -13,7 +13,7 @@ from test_outer_state import CONFIGS
 from torch import nn
 from toy_islands import Island, Toy, flat, quadratic_, train_islands
 
-from mdlm.training.exchange import Merged, Message, measure
+from mdlm.training.exchange import Alone, Merged, Message, measure
 from mdlm.training.outer import OuterStep
 from mdlm.training.outer_config import CompressConfig, MergeConfig, OuterConfig
 
@@ -38,6 +38,35 @@ def test_an_island_that_is_not_finite_leaves_the_round_and_is_reported(name: str
         left_out = [r for r in islands[0].landed if r.stats.contributors == (0, 2)]
         assert len(left_out) >= 1
         assert all(len(r.stats.contributors) in (2, 3) for r in islands[0].landed)
+
+
+def test_an_island_that_was_left_out_starts_again_without_residual() -> None:
+    config = OuterConfig(every=5, compress=CompressConfig(codec="int4", feedback="classic"))
+    for island in train_islands(config, 3, 10, poisoned(bad=1, at=9)):
+        memory = island.exchange.state_dict()[0]
+        assert (memory["push"] is None) == (island.island == 1)
+
+
+def test_a_rolled_back_tensor_returns_to_its_anchor_and_its_momentum_stays() -> None:
+    """EDiT's roll-back: no outer step for that tensor, not even one along old momentum."""
+
+    class RollingBack(Alone):
+        def start(self, message: Message) -> Any:
+            merged = super().start(message)()
+            return lambda: dataclasses.replace(merged, rolled_back=(1,) if message.round else ())
+
+    model = Toy()
+    outer = OuterStep(model, OuterConfig(every=1), RollingBack())
+    parameters = dict(model.named_parameters())
+    for n in (1, 2):
+        state = {name: p.detach().clone() for name, p in parameters.items()}
+        momentum = [dict(s)["momentum_buffer"].clone() for s in outer.optimizers[0].state.values()]
+        quadratic_(model, 0, n)
+        outer.step(n)
+    assert torch.equal(parameters["layers.0.weight"], state["layers.0.weight"])
+    assert not torch.equal(parameters["layers.1.weight"], state["layers.1.weight"])
+    after = [dict(s)["momentum_buffer"] for s in outer.optimizers[0].state.values()]
+    assert [torch.equal(a, b) for a, b in zip(momentum, after)] == [False, True, False, False, False]
 
 
 def test_one_island_alone_that_is_not_finite_returns_to_its_anchor() -> None:

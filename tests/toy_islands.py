@@ -84,10 +84,11 @@ class Island:
         self.outer = OuterStep(self.model, config, self.exchange)
         self.landed: list[Landed] = []
 
-    def train(self, steps: range, inner: Inner = quadratic_, tokens: int = 1) -> None:
+    def train(self, steps: range, inner: Inner = quadratic_) -> None:
+        """Tokens differ by island and step."""
         for n in steps:
             inner(self.model, self.island, n)
-            self.landed += self.outer.step(n, tokens)
+            self.landed += self.outer.step(n, tokens=1 + self.island * (n % 4))
 
 
 def train_islands(
