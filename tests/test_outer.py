@@ -12,6 +12,8 @@ from reference_outer import quadratic_anchor
 from torch import nn
 from toy_islands import Toy, flat, loss, train_islands
 
+from mdlm.config import MDLMConfig
+from mdlm.modeling import MDLMForMaskedLM
 from mdlm.training.fragments import Schedule, layout
 from mdlm.training.outer import OuterStep
 from mdlm.training.outer_config import PRESETS, OuterConfig
@@ -255,6 +257,16 @@ def test_tied_parameters_count_once_and_frozen_ones_not_at_all() -> None:
     assert set(pieces) == {"embed.weight", "layers.0.weight", "layers.2.weight"}
     assert pieces["embed.weight"].embedding
     assert not pieces["layers.0.weight"].embedding
+
+
+def test_the_models_of_this_package_are_cut_into_layers_and_the_rest(tiny_config: MDLMConfig) -> None:
+    outer = OuterStep(MDLMForMaskedLM(tiny_config), OuterConfig(every=6, fragments=3))
+    names = [{piece.name for piece in fragment} for fragment in outer.fragments]
+    assert all(".layers.0." in name for name in names[0])
+    assert all(".layers.1." in name for name in names[1])
+    assert not any(".layers." in name for name in names[2])
+    assert sum(piece.embedding for piece in outer.fragments[2]) == 1, "one table, tied to the head"
+    assert sum(f[-1].stop for f in outer.fragments) == sum(p.numel() for p in MDLMForMaskedLM(tiny_config).parameters())
 
 
 def test_floating_buffers_that_are_saved_are_refused() -> None:
