@@ -41,10 +41,10 @@ def token_positions(
     """Position of each token inside its document; one row for all (`rows` = 1) where no row differs.
 
     Without `position_ids` a row is one document and positions count its real tokens, so that padding on the left moves
-    nothing. Padding gets a position that is in range and otherwise meaningless.
+    nothing. The positions of padding mean nothing.
     """
     if position_ids is not None:
-        return position_ids if attention_mask is None else position_ids.masked_fill(~attention_mask, 0)
+        return position_ids
     if attention_mask is not None:
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
     return torch.arange(input_ids.shape[1], device=input_ids.device)[None]

@@ -12,9 +12,13 @@ import sys
 from mdlm import __version__
 
 COMMANDS = {
-    "train": ("mdlm.training.__main__", "train or fine-tune a model (the same loop as `accelerate launch -m mdlm.training`)"),
+    "train": (
+        "mdlm.training.__main__",
+        "train or fine-tune a model; the same as `accelerate launch -m mdlm.training`",
+    ),
     "sample": ("mdlm.samplers.__main__", "generate text from a checkpoint with any unmasking strategy"),
     "eval": ("mdlm.eval.__main__", "validation NELBO, bits per byte and speed of a checkpoint, as JSON lines"),
+    "plan": ("mdlm.training.plan", "predict time, utilisation and bytes of training on a slow network"),
     "demo": ("mdlm.training.demo", "train a small model on the built-in corpus, evaluate it, watch it write"),
 }
 
@@ -22,7 +26,8 @@ COMMANDS = {
 def usage() -> str:
     """The text of `mdlm --help`."""
     rows = "\n".join(f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items())
-    return f"usage: mdlm COMMAND [options]\n\n{rows}\n\nmdlm COMMAND --help lists the options of a command. Version {__version__}."
+    more = f"mdlm COMMAND --help lists the options of a command. Version {__version__}."
+    return f"usage: mdlm COMMAND [options]\n\n{rows}\n\n{more}"
 
 
 def main(argv: list[str] | None = None) -> int:

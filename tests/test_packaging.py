@@ -1,4 +1,4 @@
-"""The package's shape: links resolve, imports point down, the wheel holds every file and only `mdlm/`, imports are lazy."""
+"""The package's shape: links resolve, imports point down and are lazy, the wheel holds every file and only `mdlm/`."""
 
 from __future__ import annotations
 

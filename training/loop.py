@@ -8,6 +8,7 @@ Read next: `setup.py` (before the first step), `snapshot.py` (saving and loading
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import signal
@@ -34,6 +35,7 @@ from mdlm.training.snapshot import load, open_stream, save, undone
 from mdlm.training.watch import preview, validate
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SAME_KEYPRESS_SECONDS = 3.0
 
 
 class TrainingDiverged(RuntimeError):
@@ -43,11 +45,13 @@ class TrainingDiverged(RuntimeError):
 class StopSignals:
     """Within the block SIGTERM and Ctrl-C only set `received`, so that the step in progress can be finished and saved.
 
-    A second Ctrl-C interrupts at once.
+    A second Ctrl-C, some seconds later, interrupts at once. (One keypress reaches a worker of `accelerate launch`
+    twice: from the terminal and from its launcher.)
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -56,9 +60,10 @@ class StopSignals:
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(number, self._before[number])
+        if self.received is None:
+            self.received, self._since = signal.Signals(number).name, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > _SAME_KEYPRESS_SECONDS:
+            raise KeyboardInterrupt
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -208,8 +213,7 @@ def noise_global_batch(run: Run, stop: bool) -> tuple[list[NoisedBatch], Tensor,
     noised = [run.objective.noise(next(run.stream), run.step) for _ in range(run.accumulation)]
     denominator = sum((run.objective.denominator(micro) for micro in noised), torch.zeros((), dtype=torch.float64))
     shared = torch.stack([denominator, torch.tensor(float(stop), dtype=torch.float64)]).to(run.accelerator.device)
-    if run.accelerator.num_processes > 1:
-        torch.distributed.all_reduce(shared)
+    run.all_reduce(shared)
     moved = [micro.to(run.accelerator.device, non_blocking=True) for micro in noised]
     return moved, shared[0].clamp_min(1.0), shared[1]  # a batch with nothing maskable has loss 0, not 0 / 0
 
@@ -242,7 +246,7 @@ def fix_length(run: Run) -> None:
     if limit is None:
         return
     started = time.perf_counter()
-    run.objective = build_objective(run.config, run.core, 0)  # without warm-up, in which fewer rows reach the head
+    run.objective = dataclasses.replace(run.objective, warmup_steps=0)  # in which fewer rows would reach the head
     with undone(run):
         run.stream = open_stream(run)
         _seconds_per_step(run, 3)  # compiles and fills caches
@@ -262,9 +266,7 @@ def _seconds_per_step(run: Run, steps: int) -> float:
 def _largest(run: Run, value: float) -> float:
     """The largest of the processes' values, on every process."""
     shared = torch.tensor(value, dtype=torch.float64, device=run.accelerator.device)
-    if run.accelerator.num_processes > 1:
-        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
-    return shared.item()
+    return run.all_reduce(shared, largest=True).item()
 
 
 class Rates:
@@ -285,10 +287,7 @@ class Rates:
         """The metrics since the last call; joins the processes' losses, so every process must call it."""
         good = len(run.unlogged)
         sums = torch.stack(run.unlogged).sum(0) if good else torch.zeros(3, dtype=torch.float64)
-        sums = sums.to(run.accelerator.device)
-        if run.accelerator.num_processes > 1:
-            torch.distributed.all_reduce(sums)
-        loss, nll, masked = sums.tolist()
+        loss, nll, masked = run.all_reduce(sums.to(run.accelerator.device)).tolist()
         run.unlogged.clear()
         step_tokens = run.config.train.global_batch * run.config.data.seq_len
         speed = self._steps * step_tokens / self._seconds
@@ -322,9 +321,7 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
     run.accelerator.wait_for_everyone()  # processes that share a machine measure what is left of it to each
     own = matmul_peak(run.accelerator.device, _DTYPES[run.config.train.precision])
     peak = torch.tensor(own, dtype=torch.float64, device=run.accelerator.device)
-    if run.accelerator.num_processes > 1:
-        torch.distributed.all_reduce(peak)
-    return flops, peak.item()
+    return flops, run.all_reduce(peak).item()
 
 
 def _introduction(run: Run) -> str:

@@ -9,13 +9,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -87,6 +88,13 @@ class Run:
         """Whether accelerate trains through DeepSpeed (`zero.py`)."""
         return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
+    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Tensor:
+        """Sum (or largest value) of `tensor`, changed in place, over the processes that share the global batch."""
+        if self.accelerator.num_processes > 1:
+            op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(tensor, op)
+        return tensor
+
     @property
     def micro_batch(self) -> int:
         """Rows per process and forward."""
@@ -113,6 +121,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         cpu=cpu,
         log_with=None if config.tracker == "none" else config.tracker,
         project_dir=config.output_dir,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
@@ -221,7 +230,9 @@ def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTo
     if model.config.mask_token_id is None:
         raise ValueError(f"--model.init_from {options.init_from}: its config.json has no mask_token_id; set it there")
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the new name of the method is younger than transformers 5
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 

@@ -1,0 +1,53 @@
+"""From a path on the command line to a model and its tokenizer: a checkpoint folder, or a run that holds some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mdlm.checkpoint import list_checkpoints
+from mdlm.modeling import MDLMForMaskedLM
+from mdlm.tokenization import check_vocab, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder with `config.json` that `path` means: itself, or the newest checkpoint of a run.
+
+    Raises ValueError where there is neither.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return folder
+    checkpoints = list_checkpoints(folder)
+    if checkpoints:
+        return checkpoints[-1]
+    if not folder.exists():
+        raise ValueError(f"{path}: there is no such folder; give a checkpoint or the output_dir of a training run")
+    raise ValueError(f"{path} is not a checkpoint (no config.json in it) nor a run (no checkpoint-<step>/ in it)")
+
+
+def load_model(
+    path: str | Path, dtype: str = "float32", device: str = "auto"
+) -> tuple[MDLMForMaskedLM, PreTrainedTokenizerBase]:
+    """Model in evaluation mode and tokenizer of a checkpoint folder or run.
+
+    Args:
+        path: see `model_folder`.
+        dtype: precision of the weights, a key of `DTYPES`.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
+
+    Raises ValueError for a folder that is no checkpoint, an unknown dtype, a tokenizer that does not fit the model.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    folder = model_folder(path)
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    tokenizer = load_tokenizer(folder)
+    model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    check_vocab(tokenizer, model.config)
+    model.to(torch.device(chosen))  # type: ignore[arg-type]
+    return model.eval(), tokenizer
