@@ -235,7 +235,7 @@ class FunctionDenoiser:
         if attention_mask is not None and not self.ragged_ok and not bool(attention_mask.all()):
             raise ValueError(
                 "this function is told nothing of padding, so all rows of a batch must have one length; sample them "
-                "one at a time or build FunctionDenoiser(..., ragged_ok=True) if padding on the right does not matter to it"
+                "one at a time or build FunctionDenoiser(..., ragged_ok=True) if right padding means nothing to it"
             )
         logits = self.function(tokens)
         if logits.shape[:2] != tokens.shape or logits.ndim != 3 or logits.shape[2] < self.num_tokens:

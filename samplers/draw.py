@@ -1,0 +1,82 @@
+"""Which token is written at a position: greedy, or drawn from the tempered and truncated marginal.
+
+One uniform number per position is inverted through the cumulative distribution in float64. A Gumbel race needs a number
+per token, and in float32 cannot reach the tail: tokens below about 2^-24 are then never drawn. Read next: `select.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are drawn, and when.
+
+    With `before_select` a token is drawn at every candidate first and positions are ranked knowing it, as LLaDA, MaskGIT,
+    Dream and SDAR do. At temperatures above 0 that samples from another distribution than the model's, even one token a
+    step: it prefers positions whose draw came out likely (Hayakawa et al., 2510.04525). Positions chosen first, tokens
+    drawn afterwards, is exact with one token a step.
+
+    Raises ValueError for values out of range.
+    """
+
+    temperature: float = 0.0
+    """0: the most probable token; else logits are divided by this."""
+    top_p: float | None = None
+    """Keep the smallest set of most probable tokens whose mass reaches this, in (0, 1]; the crossing token stays."""
+    top_k: int | None = None
+    """Keep so many most probable tokens."""
+    min_p: float | None = None
+    """Keep tokens at least this fraction as probable as the most probable one, in [0, 1]."""
+    before_select: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be 1 or more")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1]")
+
+    def __call__(
+        self, log_probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " rows"]
+    ) -> Int64[Tensor, " rows"]:
+        """One token per row. `uniform` decides it; equal maxima at temperature 0: the lowest id."""
+        if self.temperature == 0:
+            return log_probs.argmax(dim=-1)
+        return invert_cdf(truncated_probs(log_probs, self), uniform)
+
+
+def truncated_probs(log_probs: Float[Tensor, "rows vocab"], draw: Draw) -> Float[Tensor, "rows vocab"]:
+    """Probabilities (up to a factor per row) after temperature, then top-k, then top-p, then min-p."""
+    tempered = log_probs / draw.temperature
+    tempered = tempered - tempered.amax(dim=-1, keepdim=True)
+    if draw.top_k is not None and draw.top_k < tempered.shape[-1]:
+        order = tempered.argsort(dim=-1, descending=True, stable=True)
+        tempered = tempered.scatter(-1, order[:, draw.top_k :], -torch.inf)
+    probs = tempered.exp()
+    if draw.top_p is not None and draw.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+        beyond = before >= draw.top_p * ordered.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        beyond[:, 0] = False
+        probs = probs.scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+    if draw.min_p is not None:
+        probs = probs.masked_fill(probs < draw.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    return probs
+
+
+def invert_cdf(probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
+    """The token at which the cumulative sum of `probs` passes `uniform` times its total; never one without mass."""
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
