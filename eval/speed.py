@@ -257,7 +257,9 @@ def processes(steps: int = 60, vocab: int = 2048) -> dict[str, Any]:
 
 
 def _launched_rate(folder: Path, count: int, steps: int, vocab: int) -> float:
-    arguments = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(count)]
+    # Without `--multi_gpu` accelerate starts one process, whatever number is asked for; it needs no GPU.
+    kind = ["--multi_gpu"] if count > 1 else ["--cpu"]
+    arguments = [sys.executable, "-m", "accelerate.commands.launch", *kind, "--num_processes", str(count)]
     arguments += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "mdlm.training"]
     arguments += [f"--config={RECIPES / 'demo.yaml'}", f"--output_dir={folder}", f"--train.steps={steps}"]
     arguments += ["--train.max_seconds=null", f"--tokenizer.vocab_size={vocab}", "--train.compile=false"]

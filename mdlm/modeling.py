@@ -34,9 +34,15 @@ from mdlm.layers import MDLMLayer, MDLMRMSNorm, ResidualOutput, rotary_angles
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-HEAD_ROW_STEPS = 8
+HEAD_ROW_STEPS = 32
 """`logits_at` computes the head on a multiple of this fraction of the tokens: a matmul of a new size at every step
 makes the CPU's library rebuild its kernels, which costs more than the rows saved."""
+
+
+def head_rows(count: int, total: int) -> int:
+    """Rows the head is computed on when `count` of `total` tokens are asked for."""
+    step = math.ceil(total / HEAD_ROW_STEPS)
+    return min(total, max(step, step * math.ceil(count / step)))
 
 
 class MDLMPreTrainedModel(PreTrainedModel):
@@ -249,10 +255,10 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         count, total, seq = len(rows), at.numel(), at.shape[1]
         if source is not None:
             rows = rows - rows % seq + source.flatten()[rows]
-        step = math.ceil(total / HEAD_ROW_STEPS)
-        padded = max(step, step * math.ceil(count / step))
+        padded = head_rows(count, total)
         rows = F.pad(rows, (0, padded - count))
-        return self.lm_head(hidden.flatten(0, 1).index_select(0, rows))[:count]
+        logits = self.lm_head(hidden.flatten(0, 1).index_select(0, rows))
+        return logits if padded == count else logits[:count]
 
     def generate(self, inputs: Any, *, tokenizer: Any = None, strategy: Any = None, **options: Any) -> Any:
         """Unmask text: `mdlm.samplers.generate.generate(self, tokenizer, inputs, strategy=..., **options)`."""

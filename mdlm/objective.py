@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
 from mdlm.corrupt import mask_count, mask_tokens
+from mdlm.modeling import head_rows
 from mdlm.schedule import (
     TIME_SAMPLING,
     NoiseSchedule,
@@ -70,26 +71,28 @@ def subs_log_probs(
 class _SubsNll(torch.autograd.Function):
     """-log p of the targets under SUBS, a few rows at a time.
 
-    Beside the logits themselves only the gradient is ever as large as [rows, vocab]: no float32 copy of bf16 logits, no
-    stored log-softmax, no dense one-hot gradient. The plain definition is `subs_log_probs(...).gather(...)`.
+    Beside the logits only the gradient is ever as large as [rows, vocab], and with `reuse` it takes their place: no float32 copy of bf16 logits, no stored log-softmax, no dense one-hot gradient. The plain definition is
+    `subs_log_probs(...).gather(...)`.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, mask_token_id: int, num_tokens: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, mask_token_id: int, num_tokens: int, reuse: bool) -> Tensor:
         dtype = _compute_dtype(logits)
         normaliser = logits.new_empty(logits.shape[0], dtype=dtype)
         for rows in _chunks(logits):
-            normaliser[rows] = _allowed(logits[rows], dtype, mask_token_id, num_tokens, -torch.inf).logsumexp(dim=1)
+            x = _allowed(logits[rows], dtype, mask_token_id, num_tokens, -torch.inf)
+            largest = x.amax(dim=1, keepdim=True)
+            normaliser[rows] = x.sub_(largest).exp_().sum(dim=1).log_().add_(largest[:, 0])
         nll = normaliser - logits.gather(1, targets[:, None]).squeeze(1).to(dtype)
         ctx.save_for_backward(logits, targets, normaliser)
-        ctx.mask_token_id, ctx.num_tokens = mask_token_id, num_tokens
+        ctx.mask_token_id, ctx.num_tokens, ctx.reuse = mask_token_id, num_tokens, reuse
         return nll.masked_fill((targets == mask_token_id) | (targets >= num_tokens), torch.inf)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, normaliser = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
+        grad_logits = logits if ctx.reuse else torch.empty_like(logits)
         for rows in _chunks(logits):
             x = _allowed(logits[rows], normaliser.dtype, ctx.mask_token_id, ctx.num_tokens, -torch.inf)
             x = x.sub_(normaliser[rows, None]).exp_().mul_(grad[rows, None])
@@ -97,7 +100,7 @@ class _SubsNll(torch.autograd.Function):
             x[:, ctx.mask_token_id] = 0.0
             x[:, ctx.num_tokens :] = 0.0
             grad_logits[rows] = x.to(logits.dtype)
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -115,14 +118,30 @@ def _allowed(logits: Tensor, dtype: torch.dtype, mask_token_id: int, num_tokens:
 
 
 def subs_nll(
-    logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows"], mask_token_id: int, num_tokens: int
+    logits: Float[Tensor, "rows vocab"],
+    targets: Int[Tensor, "rows"],
+    mask_token_id: int,
+    num_tokens: int,
+    reuse: bool = False,
 ) -> Float[Tensor, "rows"]:
     """Negative log-likelihood in nats of each row's target under `subs_log_probs`, differentiable once.
 
-    float32 or better. A target that may not be emitted costs +inf; NaN in an allowed column gives NaN.
+    float32 or better. A target that may not be emitted costs +inf; NaN in an allowed column gives NaN. With `reuse` the
+    backward writes the gradient over the logits, for a caller that does not look at them again (the largest tensor of a
+    training step is then there once); a second backward raises.
     """
-    nll: Tensor = _SubsNll.apply(logits, targets, mask_token_id, num_tokens)
+    nll: Tensor = _SubsNll.apply(logits, targets, mask_token_id, num_tokens, reuse)
     return nll
+
+
+def _filled(masked: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
+    """`masked` and the first other positions, until there are as many as the head computes anyway.
+
+    Otherwise the model cuts its logits to size, and the backward of that cut copies all of them.
+    """
+    others = ~masked
+    missing = head_rows(int(masked.sum()), masked.numel()) - masked.sum()
+    return masked | (others & (others.flatten().cumsum(0).view_as(masked) <= missing))
 
 
 @dataclass(frozen=True)
@@ -304,20 +323,22 @@ class Objective(ObjectiveConfig):
         return noised.masked.sum().double()
 
     def numerator(self, model: Any, noised: NoisedBatch) -> LossTerms:
-        """Weighted sum of the masked tokens' negative log-likelihood: one call of `model`, head on masked rows only.
+        """Weighted sum of the masked tokens' negative log-likelihood: one call of `model`, head on few rows more.
 
         `model(input_ids=, attention_mask=, position_ids=, logits_at=).logits` must be the raw logits
-        [rows, vocab] of the masked positions in row-major order. float32 or better, whatever their precision.
+        [rows, vocab] of the positions asked for in row-major order. float32 or better, whatever their precision.
         """
+        at = _filled(noised.masked)
         logits = model(
             input_ids=noised.input_ids,
             attention_mask=noised.attention_mask,
             position_ids=noised.position_ids,
-            logits_at=noised.masked,
+            logits_at=at,
         ).logits
-        nll = subs_nll(logits, noised.targets[noised.masked], self.mask_token_id, self.num_tokens)
+        nll = subs_nll(logits, noised.targets[at], self.mask_token_id, self.num_tokens, reuse=True)
+        nll = torch.where(noised.masked[at], nll, 0.0)
         return LossTerms(
-            loss=(noised.weight[noised.masked] * nll).sum(),
+            loss=(noised.weight[at] * nll).sum(),
             nll_sum=nll.detach().sum(dtype=torch.float64),
             masked_count=noised.masked.sum(),
         )

@@ -1,9 +1,9 @@
 """Selectors that follow the reverse process of a noise schedule: tokens are revealed at random times.
 
-From mask probability t to s < t a masked position is revealed with probability (t - s) / t (MDLM, 2406.07524, eq. 8 with
-alpha = 1 - t). The draw is split, reveal first and token second: one categorical over "mask or token", as published code
-draws it, needs uniforms near (t - s) / t * p(token), which float32 cannot reach at many steps, so that the entropy of the
-output falls with the number of steps. Read next: `revise.py`, whose ReMDM masks again.
+From mask probability t to s < t a masked position is revealed with probability (t - s) / t (MDLM, 2406.07524, eq. 8
+with alpha = 1 - t). The draw is split, reveal first and token second: one categorical over "mask or token", as
+published code draws it, needs uniforms near (t - s) / t * p(token), which float32 cannot reach at many steps, so that
+the entropy of the output falls with the number of steps. Read next: `revise.py`, whose ReMDM masks again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def grid(step: Step, steps: int) -> tuple[Float64[Tensor, " batch"], Float64[Ten
 class Ancestral:
     """Reveal each candidate with probability (t - s) / t, on an even grid of `steps` steps per window.
 
-    A step that reveals nothing in a row costs the row no forward: its canvas has not changed, so neither would the logits.
+    A step that reveals nothing in a row costs the row no forward: its canvas has not changed, so neither would the
+    logits.
     """
 
     steps: int = 64
@@ -52,7 +53,8 @@ class Ancestral:
 
 @dataclass(frozen=True)
 class JointAncestral:
-    """`Ancestral` as published: one Gumbel race over all tokens and the mask, in float64. For parity; costs a forward in
+    """`Ancestral` as published: one Gumbel race over all tokens and the mask, in float64. For parity; costs a forward
+    in
     every step and a random number per token. Temperature and truncation are not applied."""
 
     steps: int = 64

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 class Canvas:
     """Rows of tokens, some of them still to be written. Padding stands on the right.
 
-    What `tokens` holds at editable positions does not matter. Everything else is given and never changes, a mask id or an
-    end-of-sequence id among it included.
+    What `tokens` holds at editable positions does not matter. Everything else is given and never changes, a mask id or
+    an end-of-sequence id among it included.
 
     Raises ValueError if shapes do not fit or padding is editable.
     """
@@ -78,7 +78,7 @@ class Canvas:
 
     @staticmethod
     def from_prompts(prompts: Sequence[Any], new_tokens: int | Sequence[int]) -> Canvas:
-        """Prompts (ids; may be empty) followed by `new_tokens` positions to write, one number for all or one per row."""
+        """Prompts (ids; may be empty), each followed by `new_tokens` positions to write: one number, or one per row."""
         counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
         if len(counts) != len(prompts) or min(counts, default=1) < 0:
             raise ValueError(f"new_tokens must be 0 or more, one number or one for each of {len(prompts)} prompts")
@@ -178,7 +178,12 @@ class Generation:
     def join(parts: Sequence[Generation]) -> Generation:
         """The rows of several generations one after the other."""
         return Generation(
-            *([row for part in parts for row in getattr(part, name)] for name in ("tokens", "text")),
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("nfe", "forwards", "tokens_fed")),
-            *([row for part in parts for row in getattr(part, name)] for name in ("step_map", "log_probs", "finish")),
+            tokens=[row for part in parts for row in part.tokens],
+            text=[row for part in parts for row in part.text],
+            nfe=torch.cat([part.nfe for part in parts]),
+            forwards=torch.cat([part.forwards for part in parts]),
+            tokens_fed=torch.cat([part.tokens_fed for part in parts]),
+            step_map=[row for part in parts for row in part.step_map],
+            log_probs=[row for part in parts for row in part.log_probs],
+            finish=[row for part in parts for row in part.finish],
         )

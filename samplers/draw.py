@@ -18,10 +18,10 @@ from torch import Tensor
 class Draw:
     """How tokens are drawn, and when.
 
-    With `before_select` a token is drawn at every candidate first and positions are ranked knowing it, as LLaDA, MaskGIT,
-    Dream and SDAR do. At temperatures above 0 that samples from another distribution than the model's, even one token a
-    step: it prefers positions whose draw came out likely (Hayakawa et al., 2510.04525). Positions chosen first, tokens
-    drawn afterwards, is exact with one token a step.
+    With `before_select` a token is drawn at every candidate first and positions are ranked knowing it, as LLaDA,
+    MaskGIT, Dream and SDAR do. At temperatures above 0 that samples from another distribution than the model's, even
+    one token a step: it prefers positions whose draw came out likely (Hayakawa et al., 2510.04525). Positions chosen
+    first, tokens drawn afterwards, is exact with one token a step.
 
     Raises ValueError for values out of range.
     """

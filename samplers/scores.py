@@ -1,9 +1,9 @@
 """Scorers: which undecided position deserves to be committed first (higher = earlier).
 
-A scorer maps a `Step` to one number per prediction (packed); -inf means: not now, unless nothing else is left. Scores live in log space, so that a factor on a score is a
-sum and thresholds are compared as probabilities' logarithms: `probability` is log p(1), `margin` log(p(1) - p(2)),
-`negative_entropy` is -H, the logarithm of exp(-H). They come from untempered log-probabilities: tempered ones tie near
-1, and ties are broken by position. Read next: `select.py`.
+A scorer maps a `Step` to one number per prediction (packed); -inf means: not now, unless nothing else is left. Scores
+live in log space, so that a factor on a score is a sum and thresholds are compared as probabilities' logarithms:
+`probability` is log p(1), `margin` log(p(1) - p(2)), `negative_entropy` is -H, the logarithm of exp(-H). They come from
+untempered log-probabilities: tempered ones tie near 1, and ties are broken by position. Read next: `select.py`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ SCORES: dict[str, Scorer] = {
 class DeferEos:
     """`base`, but a position whose predicted token ends the sequence is committed only as the leftmost undecided one.
 
-    A position may always be reached in the end: the driver commits the best candidate if nothing else is left. It acts on
-    the score, so it works at every temperature; banning the token instead would inflate the confidence of the rest.
+    A position may always be reached in the end: the driver commits the best candidate if nothing else is left. It acts
+    on the score, so it works at every temperature; banning the token instead would inflate the confidence of the rest.
     """
 
     base: Scorer

@@ -1,8 +1,9 @@
 """Selectors: which candidates are committed in this step.
 
-A selector maps dense scores (`[batch, seq]`, -inf where there is no candidate or its scorer refuses it) and the `Step` to
-a dense boolean mask. Every rule is per row. Equal scores are taken from the left, by a stable sort. The driver commits the
-best candidate of a row for which a selector picks none, unless the selector follows a schedule (`ancestral.py`).
+A selector maps dense scores (`[batch, seq]`, -inf where there is no candidate or its scorer refuses it) and the `Step`
+to a dense boolean mask. Every rule is per row. Equal scores are taken from the left, by a stable sort. The driver
+commits the best candidate of a row for which a selector picks none, unless the selector follows a schedule
+(`ancestral.py`).
 
 `blind` selectors choose without looking at predictions; the driver then asks the denoiser for the chosen positions
 only, and not at all in a step that chooses none. Read next: `ancestral.py`, `windows.py`.

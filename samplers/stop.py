@@ -38,8 +38,8 @@ def first_end(
 class EosStop:
     """End a row at its first written end-of-sequence token once nothing left of it is undecided.
 
-    Only where everything to the right is the row's own to write: an end inside a hole between given texts is a token like
-    any other. An end token in the prompt is given, not written, and ends nothing.
+    Only where everything to the right is the row's own to write: an end inside a hole between given texts is a token
+    like any other. An end token in the prompt is given, not written, and ends nothing.
     """
 
     eos_token_ids: tuple[int, ...]

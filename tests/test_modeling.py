@@ -152,9 +152,9 @@ def test_logits_at_runs_the_head_on_few_sizes() -> None:
     model = make_model("sdpa")
     sizes: set[int] = set()
     model.lm_head.register_forward_hook(lambda _, inputs, __: sizes.add(inputs[0].shape[0]))
-    for count in range(33):
-        at = (torch.arange(32) < count).view(2, 16)
-        assert model(torch.zeros(2, 16, dtype=torch.long), logits_at=at).logits.shape[0] == count
+    for count in range(129):
+        at = (torch.arange(128) < count).view(8, 16)
+        assert model(torch.zeros(8, 16, dtype=torch.long), logits_at=at).logits.shape[0] == count
     assert sorted(sizes) == [4 * (i + 1) for i in range(HEAD_ROW_STEPS)]
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mdlm.data import Batch
-from mdlm.objective import LossTerms, NoisedBatch, Objective, ObjectiveConfig
+from mdlm.modeling import head_rows
+from mdlm.objective import LossTerms, NoisedBatch, Objective, ObjectiveConfig, subs_nll
 from mdlm.schedule import SCHEDULES
 
 VOCAB, TOKENS, MASK = 24, 20, 3  # four padding rows of the vocabulary
@@ -358,6 +359,39 @@ def test_half_precision_logits_are_reduced_in_float32(dtype: torch.dtype) -> Non
     assert bool(model.head.grad.isfinite().all())
 
 
+def test_rows_beside_the_masked_ones_add_nothing() -> None:
+    """The head is computed on a few more rows than are masked; a token there that may not be emitted costs infinity."""
+    batch = _batch(4)
+    noised = _objective(4).noise(batch, 0)
+    leaf = torch.randn(4, 16, VOCAB, dtype=torch.float64, requires_grad=True)
+    banned = replace(noised, targets=noised.targets.masked_fill(~noised.masked, MASK))
+    answers = []
+    for each in (noised, banned):
+        leaf.grad = None
+        terms = _objective(4).numerator(lambda **inputs: SimpleNamespace(logits=leaf[inputs["logits_at"]] * 1.0), each)
+        terms.loss.backward()
+        assert leaf.grad is not None
+        assert not bool(leaf.grad[~noised.masked].any())
+        answers.append((terms.loss.item(), terms.nll_sum.item(), leaf.grad.clone()))
+    assert answers[0][:2] == answers[1][:2]
+    assert torch.equal(answers[0][2], answers[1][2])
+
+
+def test_the_gradient_may_take_the_place_of_the_logits() -> None:
+    leaf = torch.randn(5, VOCAB, requires_grad=True)
+    targets = torch.tensor([3, 4, 5, 6, 7])
+    gradients = []
+    for reuse in (False, True):
+        leaf.grad = None
+        nll = subs_nll(leaf * 1.0, targets, MASK, VOCAB, reuse=reuse).sum()
+        nll.backward(retain_graph=True)
+        assert leaf.grad is not None
+        gradients.append(leaf.grad.clone())
+    assert torch.equal(*gradients)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nll.backward()
+
+
 def test_model_sees_the_masks_and_positions_of_the_batch() -> None:
     seen: dict[str, Any] = {}
 
@@ -375,7 +409,8 @@ def test_model_sees_the_masks_and_positions_of_the_batch() -> None:
     objective.numerator(model, noised)
     assert seen["attention_mask"] is batch.attention_mask
     assert seen["position_ids"] is batch.position_ids
-    assert torch.equal(seen["logits_at"], noised.masked)
+    assert torch.equal(seen["logits_at"] & noised.masked, noised.masked)
+    assert int(seen["logits_at"].sum()) == head_rows(int(noised.masked.sum()), 64)
     assert torch.equal(seen["input_ids"], torch.where(noised.masked, MASK, batch.input_ids))
     assert torch.equal(noised.targets, batch.input_ids)
 

@@ -1,0 +1,262 @@
+"""The step loop: `Run` unmasks a canvas under a `Strategy`, one `advance()` per step.
+
+The driver, not the components, guarantees:
+
+- progress: a row commits at least one token per step, or follows a finite schedule; revisions are counted;
+- only editable positions are written, known by a flag of their own, so prompts may contain any id;
+- the mask id is never written, and a distribution that cannot be drawn from is an error;
+- a row's result and counts depend on the row, its seed and the model: noise is a hash of (seed, row, step, position),
+  every rule works per row, finished rows leave the batch.
+
+One step: window, forward, transforms, (draw), score, select, (draw), commit, revise, stop. Read next: one strategy in
+`select.py`, then `presets.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from mdlm.denoiser import Denoiser
+from mdlm.rng import hash_counters
+from mdlm.samplers.canvas import Canvas
+from mdlm.samplers.state import NOISE_TOKEN, State, Step
+from mdlm.samplers.strategy import Strategy
+
+
+def row_keys(seed: int | Sequence[int], rows: int, first_row: int = 0) -> Int64[Tensor, " batch"]:
+    """Noise keys: of (seed, row number) for one seed; of each row's own seed alone for a list of seeds.
+
+    Raises ValueError if a list does not have one seed per row.
+    """
+    if isinstance(seed, int):
+        return hash_counters(seed, torch.arange(first_row, first_row + rows))
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} rows; give one seed, or one for each row")
+    return hash_counters(torch.tensor(list(seed)), 0)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The whole canvas between two steps; tensors are copies. Finished rows stay as they ended."""
+
+    step: int
+    """Steps done."""
+    tokens: Int64[Tensor, "batch seq"]
+    """Undecided positions hold the mask id."""
+    masked: Bool[Tensor, "batch seq"]
+    step_map: Int64[Tensor, "batch seq"]
+    log_probs: Float[Tensor, "batch seq"]
+    nfe: Int64[Tensor, " batch"]
+    forwards: Int64[Tensor, " batch"]
+    tokens_fed: Int64[Tensor, " batch"]
+    ends: Int64[Tensor, " batch"]
+    """Length of each row: of the canvas, or where it ended early."""
+
+
+_KEPT = ("tokens", "masked", "step_map", "log_probs", "nfe", "forwards", "tokens_fed")
+
+
+class Run:
+    """One canvas being unmasked.
+
+    Raises ValueError for given tokens outside the denoiser's vocabulary and for what the strategy's cache needs of the
+    denoiser and does not find.
+    """
+
+    def __init__(self, denoiser: Denoiser, canvas: Canvas, strategy: Strategy, keys: Int64[Tensor, " batch"]) -> None:
+        canvas = canvas.to(denoiser.device)
+        given = canvas.tokens[canvas.real & ~canvas.editable]
+        if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < denoiser.num_tokens:
+            raise ValueError(
+                f"the canvas holds token ids from {int(given.min())} to {int(given.max())}, the model knows 0 .. "
+                f"{denoiser.num_tokens - 1}; is this the model's tokenizer?"
+            )
+        self.strategy, self.mask_token_id = strategy, denoiser.mask_token_id
+        self.feed = strategy.cache.start(denoiser)
+        rows, seq = canvas.tokens.shape
+        zeros = torch.zeros(rows, dtype=torch.int64, device=denoiser.device)
+        self.state = State(
+            rows=torch.arange(rows, device=denoiser.device),
+            keys=keys.to(denoiser.device),
+            tokens=canvas.tokens.masked_fill(canvas.editable, denoiser.mask_token_id),
+            editable=canvas.editable,
+            masked=canvas.editable.clone(),
+            lengths=canvas.lengths,
+            origin=canvas.editable.int().argmax(dim=-1),
+            step_map=torch.full((rows, seq), -1, device=denoiser.device),
+            log_probs=torch.full((rows, seq), torch.nan, dtype=torch.float64, device=denoiser.device),
+            edits=torch.zeros((rows, seq), dtype=torch.int64, device=denoiser.device),
+            nfe=zeros.clone(),
+            forwards=zeros.clone(),
+            tokens_fed=zeros.clone(),
+            block=zeros - 1,
+            block_step=zeros.clone(),
+        )
+        self.finish = ["length"] * rows
+        self._ends = canvas.lengths.clone()
+        self._kept = {name: getattr(self.state, name).clone() for name in _KEPT}
+        self._retire(~self.state.masked.any(dim=-1))
+
+    @property
+    def done(self) -> bool:
+        """Whether every row is finished."""
+        return len(self.state.rows) == 0
+
+    def frame(self) -> Frame:
+        """The canvas as it is now."""
+        self._store()
+        kept = {name: value.clone() for name, value in self._kept.items()}
+        return Frame(step=self.state.step, ends=self._ends.clone(), **kept)
+
+    def advance(self) -> None:
+        """One step of every unfinished row."""
+        step = self._look()
+        commit = self._choose(step)
+        self._write(step, commit)
+        if self.strategy.revise is not None:
+            self._revise(step, commit)
+        self.state.step += 1
+        self.state.block_step += 1
+        self._stop()
+
+    def _look(self) -> Step:
+        """The step's window and predictions."""
+        state, strategy = self.state, self.strategy
+        window, block = strategy.window(state)
+        state.block_step = torch.where(block == state.block, state.block_step, 0)
+        state.block = block
+        step = Step(state, window, window & state.masked, self.mask_token_id)
+        step.at = step.candidates
+        if strategy.select.blind:
+            step.at = self._ensure_progress(step, strategy.select(torch.zeros_like(state.log_probs), step))
+        if strategy.revise is not None and strategy.revise.reads_decided:
+            step.at = step.at | (window & state.editable & ~state.masked)
+        if not bool(step.at.any()):
+            return step
+        step.log_probs = self.feed(state, state.tokens, step.at, window)
+        for transform in strategy.transforms:
+            step.log_probs = transform(step.log_probs, step)
+        if strategy.transforms:
+            step.log_probs = normalise(step.log_probs, self.mask_token_id)
+        return step
+
+    def _choose(self, step: Step) -> Bool[Tensor, "batch seq"]:
+        """The positions to commit."""
+        strategy = self.strategy
+        assert step.at is not None
+        if strategy.select.blind:
+            return step.at & step.candidates
+        if strategy.draw.before_select:
+            step.drawn = strategy.draw(step.log_probs, step.packed(self.state.uniform(NOISE_TOKEN)))
+        scores = step.dense(strategy.score(step), fill=-torch.inf).masked_fill(~step.candidates, -torch.inf)
+        return self._ensure_progress(step, strategy.select(scores, step), scores)
+
+    def _ensure_progress(
+        self, step: Step, commit: Bool[Tensor, "batch seq"], scores: Float[Tensor, "batch seq"] | None = None
+    ) -> Bool[Tensor, "batch seq"]:
+        """`commit` within the candidates, and at least one per row, or all at the end of a schedule."""
+        commit = commit & step.candidates
+        schedule = self.strategy.select.schedule
+        if schedule is not None:
+            return commit | (step.candidates & (self.state.block_step >= schedule - 1)[:, None])
+        score = torch.zeros_like(self.state.log_probs) if scores is None else scores
+        lowest = torch.finfo(score.dtype).min
+        best = torch.where(step.candidates, score.clamp(min=lowest), -torch.inf).argmax(dim=-1, keepdim=True)
+        stuck = ~commit.any(dim=-1, keepdim=True)
+        return commit | (torch.zeros_like(commit).scatter_(-1, best, stuck) & step.candidates)
+
+    def _write(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> None:
+        """Draw tokens where none is drawn yet, and write them."""
+        state = self.state
+        chosen = step.packed(commit) if step.log_probs.numel() else commit.new_zeros(0)
+        log_probs = step.log_probs if bool(chosen.all()) else step.log_probs[chosen]
+        row, position = commit.nonzero(as_tuple=True)
+        if step.drawn is not None:
+            tokens = step.drawn[chosen]
+        elif len(row):
+            tokens = self.strategy.draw(log_probs, state.uniform(NOISE_TOKEN)[row, position])
+        else:
+            return
+        written = log_probs.gather(-1, tokens[:, None])[:, 0].double()
+        if bool((written.isnan() | (tokens == self.mask_token_id)).any()):
+            raise ValueError(
+                "the denoiser gave NaN, or mass to the mask id; it must give log-probabilities with -inf at the mask id"
+            )
+        state.tokens[row, position] = tokens
+        state.masked[row, position] = False
+        state.step_map[row, position] = state.step
+        state.log_probs[row, position] = written
+
+    def _revise(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> None:
+        """Take back or replace what the reviser says, as far as it may."""
+        state, reviser, schedule = self.state, self.strategy.revise, self.strategy.select.schedule
+        assert reviser is not None
+        revision = reviser(step, commit)
+        may = state.editable & ~state.masked
+        if reviser.max_edits is not None:
+            may = may & (state.edits < reviser.max_edits)
+        else:
+            assert schedule is not None, "a reviser without max_edits needs a selector with a schedule"
+        if revision.replace is not None:
+            assert revision.tokens is not None
+            replace = revision.replace & may & (revision.tokens != state.tokens)
+            allowed = step.dense(torch.ones_like(step.index[0], dtype=torch.bool), fill=False)
+            assert not bool((replace & ~allowed).any()), "a reviser may only replace tokens it has a prediction for"
+            picked = step.packed(revision.tokens).clamp(min=0)
+            state.log_probs = torch.where(replace, step.dense(step.of(picked).double(), 0.0), state.log_probs)
+            state.tokens = torch.where(replace, revision.tokens, state.tokens)
+            state.step_map = torch.where(replace, state.step, state.step_map)
+            state.edits += replace
+        if revision.remask is not None:
+            remask = revision.remask & may
+            if schedule is not None:
+                remask = remask & (state.block_step < schedule - 1)[:, None]
+            state.tokens = state.tokens.masked_fill(remask, self.mask_token_id)
+            state.masked = state.masked | remask
+            state.step_map = state.step_map.masked_fill(remask, -1)
+            state.log_probs = state.log_probs.masked_fill(remask, torch.nan)
+            state.edits += remask
+
+    def _stop(self) -> None:
+        """Retire the rows that are finished."""
+        state, reviser = self.state, self.strategy.revise
+        done = ~state.masked.any(dim=-1)
+        if reviser is not None:
+            done = done & ~reviser.pending(state)
+        for rule in self.strategy.stop:
+            end = rule(state)
+            ended = end >= 0
+            for row in state.rows[ended].tolist():  # few, and each once in its life
+                self.finish[row] = rule.name
+            self._ends[state.rows[ended]] = end[ended]
+            done = done | ended
+        if bool(done.any()):
+            self._retire(done)
+
+    def _retire(self, done: Bool[Tensor, " batch"]) -> None:
+        """Store the finished rows and drop them from the batch."""
+        self._store()
+        rest = (~done).nonzero()[:, 0]
+        self.state = self.state.keep(rest)
+        self.feed.keep(rest)
+
+    def _store(self) -> None:
+        for name, value in self._kept.items():
+            value[self.state.rows] = getattr(self.state, name)
+
+
+def normalise(log_probs: Float[Tensor, "rows vocab"], mask_token_id: int) -> Float[Tensor, "rows vocab"]:
+    """Log-probabilities without mass on the mask id. Raises ValueError where a transform left NaN or nothing."""
+    log_probs = log_probs.index_fill(-1, torch.tensor(mask_token_id, device=log_probs.device), -torch.inf)
+    total = log_probs.logsumexp(dim=-1, keepdim=True)
+    if not bool(total.isfinite().all()):
+        raise ValueError(
+            "after the transforms of this strategy no token may be written at some position (or a probability is NaN); "
+            "allow more tokens"
+        )
+    return log_probs - total

@@ -1,0 +1,326 @@
+"""`generate` and `stream`: prompts in, text out, with any strategy. The public face of the samplers.
+
+    out = generate(model, tokenizer, ["def add(a, b):"], strategy="threshold", max_new_tokens=64, threshold=0.8)
+    print(out.text[0], out.nfe, out.tokens_per_forward)
+
+Read next: `canvas.py` (what goes in and comes out), `presets.py` (the strategies), `driver.py` (the loop).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mdlm.denoiser import Denoiser, as_denoiser
+from mdlm.samplers.canvas import Canvas, Generation
+from mdlm.samplers.driver import Frame, Run, row_keys
+from mdlm.samplers.presets import build_strategy
+from mdlm.samplers.scores import DeferEos
+from mdlm.samplers.stop import EosStop
+from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.transforms import SuppressTokens
+
+DEFAULT_STRATEGY = "threshold"
+EosPolicy = Literal["stop", "defer", "ignore", "ban"]
+EOS_POLICIES = ("stop", "defer", "ignore", "ban")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call to `generate`, checked: what the driver needs."""
+
+    denoiser: Denoiser
+    canvas: Canvas
+    strategy: Strategy
+    seed: int | Sequence[int]
+    tokenizer: PreTrainedTokenizerBase | None
+    whole_text: bool
+    """Decode whole rows, not only what was written."""
+    batch_size: int
+
+    def runs(self) -> Iterator[Run]:
+        """One run per batch of rows."""
+        for start in range(0, len(self.canvas), self.batch_size):
+            rows = range(start, min(start + self.batch_size, len(self.canvas)))
+            canvas = self.canvas[list(rows)]
+            seed = self.seed if isinstance(self.seed, int) else self.seed[start : rows.stop]
+            yield Run(self.denoiser, canvas, self.strategy, row_keys(seed, len(rows), first_row=start))
+
+
+def generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: Any,
+    *,
+    strategy: str | Strategy | None = None,
+    max_new_tokens: int = 128,
+    seed: int | Sequence[int] = 0,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    draw: Literal["after_select", "before_select"] | None = None,
+    eos: EosPolicy = "stop",
+    eos_token_id: int | Sequence[int] | None = None,
+    suppress_tokens: Sequence[int] = (),
+    batch_size: int = 16,
+    **knobs: Any,
+) -> Generation:
+    """Unmask an answer to each prompt.
+
+    Args:
+        model: an `MDLMForMaskedLM`, a public model that `as_denoiser` knows, or any `Denoiser`.
+        tokenizer: needed for prompts that are text or chats, and for `Generation.text`.
+        prompts: a string or a list of strings; a chat (list of {"role", "content"}) or a list of chats, which the
+            tokenizer's chat template turns into ids; token ids (a list, a list of lists, a tensor `[seq]` or
+            `[batch, seq]` without padding); or a `Canvas`, for infilling and for padded batches.
+        strategy: a name in `PRESETS` (None: what the model's `generation_config` stores, else `threshold`), or a
+            `Strategy`.
+        max_new_tokens: positions to write after each prompt; a `Canvas` says so itself.
+        seed: of all randomness; row i uses (seed, i). A list gives each row its own, independent of its place.
+        temperature: 0 is greedy. None: the strategy's own (1 for the samplers of the model's law, 0 for the others).
+        top_p: see `Draw`; also `top_k`, `min_p`.
+        draw: whether tokens are drawn before or after positions are selected; None: the strategy's own.
+        eos: `stop`: a row ends at its first end-of-sequence token once everything left of it is written. `defer`: like
+            stop, and such a token is committed only as the leftmost undecided one, so that it cannot cut an answer
+            short. `ignore`: a token like any other. `ban`: never written.
+        eos_token_id: which tokens end a sequence; None: the tokenizer's, else the model's.
+        suppress_tokens: ids that are never written.
+        batch_size: rows per run; never changes the result.
+        **knobs: the strategy's own, see its function in `PRESETS`.
+
+    Raises:
+        ValueError: an unknown strategy, a knob it does not take, a value out of range, prompts of an unknown kind, ids
+        that
+            the model does not know, an answer too long for the model.
+    """
+    plan = _plan(
+        model,
+        tokenizer,
+        prompts,
+        strategy=strategy,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
+        draw=draw,
+        eos=eos,
+        eos_token_id=eos_token_id,
+        suppress_tokens=suppress_tokens,
+        batch_size=batch_size,
+        knobs=knobs,
+    )
+    parts = []
+    for run in plan.runs():
+        while not run.done:
+            run.advance()
+        parts.append(_result(plan, run.frame(), run.finish))
+    return Generation.join(parts)
+
+
+def stream(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Any,
+    *,
+    strategy: str | Strategy | None = None,
+    max_new_tokens: int = 128,
+    seed: int | Sequence[int] = 0,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    draw: Literal["after_select", "before_select"] | None = None,
+    eos: EosPolicy = "stop",
+    eos_token_id: int | Sequence[int] | None = None,
+    suppress_tokens: Sequence[int] = (),
+    **knobs: Any,
+) -> Iterator[Frame]:
+    """Watch it unmask: the canvas before the first step and after each one. Arguments as in `generate`, whose result
+    the
+    last frame holds; all prompts are one batch. Wrong arguments raise here, not at the first frame."""
+    plan = _plan(
+        model,
+        tokenizer,
+        prompt,
+        strategy=strategy,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
+        draw=draw,
+        eos=eos,
+        eos_token_id=eos_token_id,
+        suppress_tokens=suppress_tokens,
+        batch_size=1 << 30,
+        knobs=knobs,
+    )
+    return _frames(next(plan.runs()))
+
+
+def _frames(run: Run) -> Iterator[Frame]:
+    yield run.frame()
+    while not run.done:
+        run.advance()
+        yield run.frame()
+
+
+def _plan(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: Any,
+    *,
+    strategy: str | Strategy | None,
+    max_new_tokens: int,
+    seed: int | Sequence[int],
+    sampling: dict[str, Any],
+    draw: str | None,
+    eos: str,
+    eos_token_id: int | Sequence[int] | None,
+    suppress_tokens: Sequence[int],
+    batch_size: int,
+    knobs: dict[str, Any],
+) -> Plan:
+    denoiser = as_denoiser(model)
+    canvas = to_canvas(tokenizer, prompts, max_new_tokens)
+    _check_length(model, canvas)
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    if not isinstance(seed, int) and len(seed) != len(canvas):
+        raise ValueError(f"{len(seed)} seeds for {len(canvas)} rows; give one seed, or one for each row")
+    built = _strategy(model, strategy, knobs)
+    changes = {name: value for name, value in sampling.items() if value is not None}
+    if draw is not None:
+        if draw not in ("after_select", "before_select"):
+            raise ValueError(f"draw is {draw!r}; it must be 'after_select' or 'before_select'")
+        changes["before_select"] = draw == "before_select"
+    built = dataclasses.replace(built, draw=dataclasses.replace(built.draw, **changes))
+    ends = _end_ids(model, tokenizer, eos_token_id)
+    built = _with_eos(built, eos, ends, tuple(suppress_tokens), denoiser)
+    return Plan(denoiser, canvas, built, seed, tokenizer, isinstance(prompts, Canvas), batch_size)
+
+
+def _strategy(model: Any, strategy: str | Strategy | None, knobs: dict[str, Any]) -> Strategy:
+    if isinstance(strategy, Strategy):
+        if knobs:
+            raise ValueError(f"a Strategy object takes no further knobs, got {', '.join(knobs)}; set them in it")
+        return strategy
+    if strategy is None:
+        stored = getattr(getattr(model, "generation_config", None), "strategy", None)
+        if stored is not None:
+            return build_strategy(stored["name"], **{**stored.get("knobs", {}), **knobs})
+    return build_strategy(DEFAULT_STRATEGY if strategy is None else strategy, **knobs)
+
+
+def _end_ids(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, eos_token_id: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    if eos_token_id is None:
+        eos_token_id = getattr(tokenizer, "eos_token_id", None)
+    if eos_token_id is None:
+        eos_token_id = getattr(getattr(model, "config", None), "eos_token_id", None)
+    if eos_token_id is None:
+        return ()
+    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
+
+
+def _with_eos(
+    strategy: Strategy, eos: str, ends: tuple[int, ...], suppress: tuple[int, ...], denoiser: Denoiser
+) -> Strategy:
+    if eos not in EOS_POLICIES:
+        raise ValueError(f"eos is {eos!r}; it must be one of {', '.join(EOS_POLICIES)}")
+    wrong = [token for token in (*ends, *suppress) if not 0 <= token < denoiser.num_tokens]
+    if wrong:
+        raise ValueError(f"token ids {wrong} do not exist; the model knows 0 .. {denoiser.num_tokens - 1}")
+    if eos == "ban":
+        suppress = (*suppress, *ends)
+    if suppress:
+        strategy = dataclasses.replace(strategy, transforms=(*strategy.transforms, SuppressTokens(suppress)))
+    if eos in ("stop", "defer") and ends:
+        strategy = dataclasses.replace(strategy, stop=(*strategy.stop, EosStop(ends)))
+    if eos == "defer" and ends:
+        if strategy.select.blind:
+            raise ValueError(
+                "eos='defer' ranks positions by what they predict, but this strategy chooses them without looking; use "
+                "eos='stop' or another strategy"
+            )
+        strategy = dataclasses.replace(strategy, score=DeferEos(strategy.score, ends))
+    return strategy
+
+
+def _check_length(model: Any, canvas: Canvas) -> None:
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    longest = int(canvas.lengths.max())
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"prompt and answer are {longest} tokens long, the model takes at most {limit}; shorten the prompt or "
+            "lower max_new_tokens"
+        )
+
+
+def to_canvas(tokenizer: PreTrainedTokenizerBase | None, prompts: Any, max_new_tokens: int) -> Canvas:
+    """The canvas that `prompts` (see `generate`) and an answer of `max_new_tokens` make."""
+    if isinstance(prompts, Canvas):
+        return prompts
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+    rows = _rows(tokenizer, prompts)
+    if not rows:
+        raise ValueError("no prompts: give at least one (an empty string asks for text from nothing)")
+    return Canvas.from_prompts(rows, max_new_tokens)
+
+
+def _rows(tokenizer: PreTrainedTokenizerBase | None, prompts: Any) -> list[Any]:
+    """Token ids of each prompt."""
+    if isinstance(prompts, Tensor):
+        if prompts.is_floating_point() or prompts.dim() not in (1, 2):
+            raise ValueError(f"a tensor of prompts must hold ids as [seq] or [batch, seq], got {list(prompts.shape)}")
+        return list(prompts[None] if prompts.dim() == 1 else prompts)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompts are a {type(prompts).__name__}; give text, chats, token ids or a Canvas (or a list of those)"
+        )
+    if prompts and isinstance(prompts[0], (int, dict)):
+        prompts = [prompts]
+    return [_row(tokenizer, number, prompt) for number, prompt in enumerate(prompts)]
+
+
+def _row(tokenizer: PreTrainedTokenizerBase | None, number: int, prompt: Any) -> Any:
+    if isinstance(prompt, Tensor) or (isinstance(prompt, Sequence) and all(isinstance(x, int) for x in prompt)):
+        return torch.as_tensor(prompt, dtype=torch.int64)
+    is_chat = isinstance(prompt, Sequence) and all(isinstance(x, dict) for x in prompt)
+    if not (isinstance(prompt, str) or is_chat):
+        raise ValueError(f"prompt {number} is a {type(prompt).__name__}; give text, a chat or token ids")
+    if tokenizer is None:
+        raise ValueError(f"prompt {number} is text, which needs a tokenizer; give one, or token ids")
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"prompt {number} is a chat, but the tokenizer has no chat template; set one or give text")
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
+def _result(plan: Plan, frame: Frame, finish: list[str]) -> Generation:
+    ends = frame.ends.tolist()
+    tokens = [row[:end].cpu() for row, end in zip(frame.tokens, ends)]
+    steps = [row[:end].cpu() for row, end in zip(frame.step_map, ends)]
+    text = [""] * len(tokens)
+    if plan.tokenizer is not None:
+        shown = tokens if plan.whole_text else [row[step >= 0] for row, step in zip(tokens, steps)]
+        text = plan.tokenizer.batch_decode([row.tolist() for row in shown], skip_special_tokens=True)
+    return Generation(
+        tokens=tokens,
+        text=text,
+        nfe=frame.nfe.cpu(),
+        forwards=frame.forwards.cpu(),
+        tokens_fed=frame.tokens_fed.cpu(),
+        step_map=steps,
+        log_probs=[row[:end].cpu() for row, end in zip(frame.log_probs, ends)],
+        finish=finish,
+    )
