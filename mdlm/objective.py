@@ -71,7 +71,8 @@ def subs_log_probs(
 class _SubsNll(torch.autograd.Function):
     """-log p of the targets under SUBS, a few rows at a time.
 
-    Beside the logits only the gradient is ever as large as [rows, vocab], and with `reuse` it takes their place: no float32 copy of bf16 logits, no stored log-softmax, no dense one-hot gradient. The plain definition is
+    Beside the logits only the gradient is ever as large as [rows, vocab], and with `reuse` it takes their place: no
+    float32 copy of bf16 logits, no stored log-softmax, no dense one-hot gradient. The plain definition is
     `subs_log_probs(...).gather(...)`.
     """
 
