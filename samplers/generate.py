@@ -292,10 +292,10 @@ def _rows(tokenizer: PreTrainedTokenizerBase | None, prompts: Any) -> list[Any]:
 
 
 def _row(tokenizer: PreTrainedTokenizerBase | None, number: int, prompt: Any) -> Any:
-    if isinstance(prompt, Tensor) or (isinstance(prompt, Sequence) and all(isinstance(x, int) for x in prompt)):
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    if isinstance(prompt, Tensor) or (is_list and all(isinstance(x, int) for x in prompt)):
         return torch.as_tensor(prompt, dtype=torch.int64)
-    is_chat = isinstance(prompt, Sequence) and all(isinstance(x, dict) for x in prompt)
-    if not (isinstance(prompt, str) or is_chat):
+    if not (isinstance(prompt, str) or (is_list and all(isinstance(x, dict) for x in prompt))):
         raise ValueError(f"prompt {number} is a {type(prompt).__name__}; give text, a chat or token ids")
     if tokenizer is None:
         raise ValueError(f"prompt {number} is text, which needs a tokenizer; give one, or token ids")

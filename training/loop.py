@@ -32,7 +32,7 @@ from mdlm.training.metrics import Metrics
 from mdlm.training.optim import set_learning_rate
 from mdlm.training.setup import Run, build_objective, clear_output, set_up
 from mdlm.training.snapshot import load, open_stream, save, undone
-from mdlm.training.watch import preview, validate
+from mdlm.training.watch import check_preview, preview, validate
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAME_KEYPRESS_SECONDS = 3.0
@@ -94,6 +94,7 @@ def start(config: TrainConfig) -> Run:
     Raises ValueError or FileNotFoundError for what the user can put right; nothing has been trained or deleted then.
     """
     run = set_up(config)
+    check_preview(run)
     if run.resumed_from is not None:
         load(run, run.resumed_from)
     else:

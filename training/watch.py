@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 
 from mdlm.denoiser import ModelDenoiser
 from mdlm.eval.likelihood import NelboProtocol, accumulate, merge
+from mdlm.samplers import generate
 from mdlm.training.setup import Run
 
 
@@ -55,6 +57,30 @@ def validate(run: Run) -> dict[str, Any]:
     }
 
 
+def check_preview(run: Run) -> None:
+    """Raises ValueError if a preview would not fit into the model: before the first step, not at the first preview."""
+    options, limit = run.config.preview, run.core.config.max_position_embeddings
+    if not options.every:
+        return
+    longest = max(len(run.tokenizer.encode(prompt, add_special_tokens=False)) for prompt in options.prompts)
+    if longest + options.length > limit:
+        raise ValueError(
+            f"--preview.length {options.length} after a prompt of {longest} tokens is longer than the model takes, "
+            f"{limit} (--model.max_position_embeddings, by default --data.seq_len); lower --preview.length"
+        )
+
+
 def preview(run: Run) -> list[str]:
-    """One sample after each prompt."""
-    return []
+    """Each prompt with a sample after it, drawn by ancestral sampling at temperature 1; every process must call it."""
+    options = run.config.preview
+    with published_model(run), torch.compiler.set_stance("force_eager"):  # rows and shapes differ from call to call
+        out = generate(
+            run.core,
+            run.tokenizer,
+            list(options.prompts),
+            strategy="ancestral",
+            steps=options.steps,
+            max_new_tokens=options.length,
+            seed=run.config.seed,
+        )
+    return [prompt + text for prompt, text in zip(options.prompts, out.text)]
