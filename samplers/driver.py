@@ -26,6 +26,7 @@ from mdlm.rng import hash_counters
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.state import NOISE_TOKEN, State, Step
 from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.windows import PlanningWindow
 
 
 def row_keys(seed: int | Sequence[int], rows: int, first_row: int = 0) -> Int64[Tensor, " batch"]:
@@ -64,8 +65,8 @@ _KEPT = ("tokens", "masked", "step_map", "log_probs", "nfe", "forwards", "tokens
 class Run:
     """One canvas being unmasked.
 
-    Raises ValueError for given tokens outside the denoiser's vocabulary and for what the strategy's cache needs of the
-    denoiser and does not find.
+    Raises ValueError for given tokens outside the denoiser's vocabulary, for what the strategy's cache needs of the
+    denoiser and does not find, and for a window that looks at predictions under a selector that does not.
     """
 
     def __init__(self, denoiser: Denoiser, canvas: Canvas, strategy: Strategy, keys: Int64[Tensor, " batch"]) -> None:
@@ -75,6 +76,11 @@ class Run:
             raise ValueError(
                 f"the canvas holds token ids from {int(given.min())} to {int(given.max())}, the model knows 0 .. "
                 f"{denoiser.num_tokens - 1}; is this the model's tokenizer?"
+            )
+        if isinstance(strategy.window, PlanningWindow) and strategy.select.blind:
+            raise ValueError(
+                f"{type(strategy.window).__name__} sizes its blocks by predictions, but {type(strategy.select).__name__} "
+                "chooses positions without looking at any; take another window or another selector"
             )
         self.strategy, self.mask_token_id = strategy, denoiser.mask_token_id
         self.feed = strategy.cache.start(denoiser)
@@ -143,6 +149,9 @@ class Run:
             step.log_probs = transform(step.log_probs, step)
         if strategy.transforms:
             step.log_probs = normalise(step.log_probs, self.mask_token_id)
+        if isinstance(strategy.window, PlanningWindow):
+            step.window = window & strategy.window.plan(step)
+            step.candidates = step.candidates & step.window
         return step
 
     def _choose(self, step: Step) -> Bool[Tensor, "batch seq"]:

@@ -85,6 +85,12 @@ class State:
         memory = {component: kept.keep(rows) for component, kept in self.memory.items()}
         return State(**values, step=self.step, memory=memory)
 
+    def remember(self, component: Hashable, initial: Callable[[], Memory]) -> Memory:
+        """The component's memory, made by `initial` at its first use in this run."""
+        if component not in self.memory:
+            self.memory[component] = initial()
+        return self.memory[component]
+
     def uniform(self, purpose: int, dense: bool = True) -> Float64[Tensor, "..."]:
         """Uniform numbers in (0, 1) of this step: one per position `[batch, seq]`, or one per row `[batch]`."""
         if not dense:
@@ -153,7 +159,5 @@ class Step:
         return self.log_probs.gather(-1, tokens[:, None])[:, 0]
 
     def remember(self, component: Hashable, initial: Callable[[], Memory]) -> Memory:
-        """The component's memory, made by `initial` at its first use in this run."""
-        if component not in self.state.memory:
-            self.state.memory[component] = initial()
-        return self.state.memory[component]
+        """See `State.remember`."""
+        return self.state.remember(component, initial)

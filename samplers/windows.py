@@ -1,22 +1,39 @@
 """Windows: the part of each row that a step works on, and the number of that part (blocks are left in order).
 
 A window maps the `State` to (positions `[batch, seq]`, block number `[batch]`); it must hold an undecided position of
-every unfinished row. Read next: `driver.py`.
+every unfinished row. Windows that look at predictions first are `PlanningWindow`s (`windows_planned.py`). Read next:
+`driver.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from mdlm.samplers.state import State
+from mdlm.samplers.state import State, Step
 
 Window = Callable[[State], tuple[Bool[Tensor, "batch seq"], Int64[Tensor, " batch"]]]
+
+
+@runtime_checkable
+class PlanningWindow(Protocol):
+    """A window whose extent depends on predictions.
+
+    In the step in which a row's block begins it returns the block's *horizon*: how far the block could reach. The
+    driver asks for predictions there, in the same forward that the step needs anyway, and then calls `plan`.
+    """
+
+    def __call__(self, state: State) -> tuple[Bool[Tensor, "batch seq"], Int64[Tensor, " batch"]]:
+        """As any window: the block that a row is in, or the horizon of its next one (under a new number)."""
+
+    def plan(self, step: Step) -> Bool[Tensor, "batch seq"]:
+        """Called in every step once its predictions are known: the window, narrowed where a block begins. It must
+        still hold an undecided position of every row that had one."""
 
 
 def whole(state: State) -> tuple[Bool[Tensor, "batch seq"], Int64[Tensor, " batch"]]:
