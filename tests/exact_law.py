@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -259,17 +258,24 @@ def _enumerate_flags(
         low, high = torch.where(yes, middle, low), torch.where(yes, high, middle)
     level = torch.where(always, 1.0, torch.where(never, 0.0, low))
     level = torch.where(where, level, 0.0)
-    parents, noises, chances = [], [], []
-    for row, chance in enumerate(level):
-        choices = [[p == 1.0] if p in (0.0, 1.0) else [False, True] for p in chance.tolist()]
-        flags = torch.tensor(list(itertools.product(*choices)))
-        parents += [row] * len(flags)
-        noises.append(torch.where(flags, 2.0**-60, 1 - 2.0**-53))
-        chances.append(torch.where(flags, chance, 1 - chance).prod(-1))
-    state = state.keep(torch.tensor(parents))
-    state.weight = state.weight * torch.cat(chances)
-    state.noise[purpose] = torch.cat(noises)
+    parents, flags, chances = _outcomes(torch.stack([1 - level, level], dim=-1))
+    state = state.keep(parents)
+    state.weight = state.weight * chances
+    state.noise[purpose] = torch.where(flags == 1, 2.0**-60, 1 - 2.0**-53).double()
     return state
+
+
+def _outcomes(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Every outcome of independent choices, one per position, `probs` [rows, seq, choices]: its row, the choices made
+    [outcomes, seq] and its probability. Impossible ones are left out."""
+    parents, chances = torch.arange(len(probs)), torch.ones(len(probs)).double()
+    choices = torch.zeros(len(probs), 0, dtype=torch.int64)
+    for position in range(probs.shape[1]):
+        options = probs[parents, position]
+        before, choice = options.nonzero(as_tuple=True)
+        parents, chances = parents[before], chances[before] * options[before, choice]
+        choices = torch.cat([choices[before], choice[:, None]], dim=1)
+    return parents, choices, chances
 
 
 def _enumerate_tokens(
@@ -285,19 +291,9 @@ def _enumerate_tokens(
             packed = truncated_probs(step.log_probs, draw)
             packed = packed / packed.sum(-1, keepdim=True)
         marginals[step.index] = packed
-    parents, tokens, chances = [], [], []
-    lists, rows = marginals.tolist(), where.tolist()
-    for row, flags in enumerate(rows):
-        choices = [
-            [(v, p) for v, p in enumerate(lists[row][i]) if p > 0] if flag else [(-1, 1.0)]
-            for i, flag in enumerate(flags)
-        ]
-        for choice in itertools.product(*choices):
-            parents.append(row)
-            tokens.append([v for v, _ in choice])
-            chances.append(math.prod(p for _, p in choice))
-    state = _numbered(state).keep(torch.tensor(parents))
-    return state, torch.tensor(tokens), torch.tensor(chances, dtype=torch.float64)
+    nothing = torch.nn.functional.one_hot(torch.tensor(step.mask_token_id)).double()  # the mask id is never drawn
+    parents, tokens, chances = _outcomes(torch.where(where[..., None], marginals, nothing))
+    return _numbered(state).keep(parents), tokens.masked_fill(tokens == step.mask_token_id, -1), chances
 
 
 def _revised(run: Run, step: Step, commit: Tensor, state: EnumeratedState) -> EnumeratedState:
