@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from mdlm.checkpoint import list_checkpoints
 from mdlm.modeling import MDLMForMaskedLM
@@ -30,6 +33,18 @@ def model_folder(path: str | Path) -> Path:
     raise ValueError(f"{path} is not a checkpoint (no config.json in it) nor a run (no checkpoint-<step>/ in it)")
 
 
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Within the block `transformers` draws no progress bars."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_model(
     path: str | Path, dtype: str = "float32", device: str = "auto"
 ) -> tuple[MDLMForMaskedLM, PreTrainedTokenizerBase]:
@@ -47,7 +62,8 @@ def load_model(
     folder = model_folder(path)
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     tokenizer = load_tokenizer(folder)
-    model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    with without_progress_bars():
+        model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
     check_vocab(tokenizer, model.config)
     model.to(torch.device(chosen))  # type: ignore[arg-type]
     return model.eval(), tokenizer

@@ -174,6 +174,20 @@ class Generation:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def as_dict(self, row: int) -> dict[str, Any]:
+        """One row as plain values for JSON (None where a log-probability is NaN)."""
+        log_probs = self.log_probs[row].tolist()
+        return {
+            "text": self.text[row],
+            "tokens": self.tokens[row].tolist(),
+            "step_map": self.step_map[row].tolist(),
+            "log_probs": [None if value != value else value for value in log_probs],
+            "nfe": int(self.nfe[row]),
+            "forwards": int(self.forwards[row]),
+            "tokens_fed": int(self.tokens_fed[row]),
+            "finish": self.finish[row],
+        }
+
     @staticmethod
     def join(parts: Sequence[Generation]) -> Generation:
         """The rows of several generations one after the other."""

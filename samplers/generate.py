@@ -85,7 +85,9 @@ def generate(
         max_new_tokens: positions to write after each prompt; a `Canvas` says so itself.
         seed: of all randomness; row i uses (seed, i). A list gives each row its own, independent of its place.
         temperature: 0 is greedy. None: the strategy's own (1 for the samplers of the model's law, 0 for the others).
-        top_p: see `Draw`; also `top_k`, `min_p`.
+        top_p: keep the smallest set of most probable tokens whose mass reaches this, in (0, 1].
+        top_k: keep so many most probable tokens.
+        min_p: keep tokens at least this fraction as probable as the most probable one, in [0, 1].
         draw: whether tokens are drawn before or after positions are selected; None: the strategy's own.
         eos: `stop`: a row ends at its first end-of-sequence token once everything left of it is written. `defer`: like
             stop, and such a token is committed only as the leftmost undecided one, so that it cannot cut an answer
@@ -97,8 +99,7 @@ def generate(
 
     Raises:
         ValueError: an unknown strategy, a knob it does not take, a value out of range, prompts of an unknown kind, ids
-        that
-            the model does not know, an answer too long for the model.
+            that the model does not know, an answer too long for the model.
     """
     plan = _plan(
         model,

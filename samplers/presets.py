@@ -7,6 +7,8 @@ Read next: `generate.py`.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable
 from typing import Literal
 
@@ -120,18 +122,20 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
 }
 
 
+def unknown_strategy(name: str) -> ValueError:
+    """The error for a name that is not in `PRESETS`."""
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return ValueError(f"there is no strategy {name!r}{hint} There are: {', '.join(PRESETS)}")
+
+
 def build_strategy(name: str, **knobs: object) -> Strategy:
     """The strategy of this name with these knobs.
 
     Raises ValueError for an unknown name, and for knobs it does not take or values out of range, listing what it takes.
     """
-    import difflib
-    import inspect
-
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no strategy {name!r}{hint} There are: {', '.join(PRESETS)}")
+        raise unknown_strategy(name)
     parameters = inspect.signature(PRESETS[name]).parameters
     unknown = [knob for knob in knobs if knob not in parameters]
     if unknown:
