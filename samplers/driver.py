@@ -102,6 +102,7 @@ class Run:
             tokens_fed=zeros.clone(),
             block=zeros - 1,
             block_step=zeros.clone(),
+            window=torch.zeros_like(canvas.editable),
         )
         self.finish = ["length"] * rows
         self._ends = canvas.lengths.clone()
@@ -134,8 +135,12 @@ class Run:
         """The step's window and predictions."""
         state, strategy = self.state, self.strategy
         window, block = strategy.window(state)
+        if strategy.revise is not None:  # a window that is full, but not yet revised to the end, is not left
+            stay = strategy.revise.pending(state) & ~(state.masked & state.window).any(dim=-1)
+            stay = stay & state.window.any(dim=-1)
+            window, block = torch.where(stay[:, None], state.window, window), torch.where(stay, state.block, block)
         state.block_step = torch.where(block == state.block, state.block_step, 0)
-        state.block = block
+        state.block, state.window = block, window
         step = Step(state, window, window & state.masked, self.mask_token_id)
         step.at = step.candidates
         if strategy.select.blind:
@@ -150,7 +155,7 @@ class Run:
         if strategy.transforms:
             step.log_probs = normalise(step.log_probs, self.mask_token_id)
         if isinstance(strategy.window, PlanningWindow):
-            step.window = window & strategy.window.plan(step)
+            state.window = step.window = window & strategy.window.plan(step)
             step.candidates = step.candidates & step.window
         return step
 
@@ -234,12 +239,11 @@ class Run:
     def _stop(self) -> None:
         """Retire the rows that are finished."""
         state, reviser = self.state, self.strategy.revise
-        done = ~state.masked.any(dim=-1)
-        if reviser is not None:
-            done = done & ~reviser.pending(state)
+        pending = torch.zeros_like(state.rows, dtype=torch.bool) if reviser is None else reviser.pending(state)
+        done = ~state.masked.any(dim=-1) & ~pending
         for rule in self.strategy.stop:
             end = rule(state)
-            ended = end >= 0
+            ended = (end >= 0) & ~pending  # what may still be revised ends nothing
             for row in state.rows[ended].tolist():  # few, and each once in its life
                 self.finish[row] = rule.name
             self._ends[state.rows[ended]] = end[ended]

@@ -38,7 +38,8 @@ class Reviser(Protocol):
         """Revisions per position; None: as many as the selector's schedule allows."""
 
     def pending(self, state: State) -> Bool[Tensor, " batch"]:
-        """Rows to keep in the loop though nothing in them is undecided."""
+        """Rows to keep in their window though it holds nothing undecided. Must come to an end by itself: the driver
+        asks before the first step, after every step, and before the next window."""
 
     def __call__(self, step: Step, committed: Bool[Tensor, "batch seq"]) -> Revision:
         """The changes. `committed` was written in this step; `step.candidates` was undecided before it."""

@@ -74,6 +74,8 @@ class State:
     """Number of the window that the row is in; -1 before the first step."""
     block_step: Int64[Tensor, " batch"]
     """Steps done in this window."""
+    window: Bool[Tensor, "batch seq"]
+    """Window of the last step; nowhere before the first."""
     step: int = 0
     """Steps done."""
     memory: dict[Hashable, Memory] = field(default_factory=dict)
