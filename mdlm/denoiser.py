@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mdlm.modeling import MDLMForMaskedLM
+from mdlm.keyvalues import KeyValues
+from mdlm.modeling import MDLMForMaskedLM, check_kv
 from mdlm.objective import subs_log_probs
 
 MaskStyle = Literal["2d", "4d", "none"]
@@ -28,7 +29,7 @@ MASK_STYLES = ("2d", "4d", "none")
 class Denoiser(Protocol):
     """A predictor of the clean token at every position of a partly masked canvas.
 
-    Optional capabilities (attention rows, extra rows, key/value caches) are further methods; a component that needs one
+    Optional capabilities (`CachedDenoiser`: stored keys and values) are further methods; a component that needs one
     says so when the run starts.
     """
 
@@ -57,6 +58,36 @@ class Denoiser(Protocol):
         [batch, seq, num_tokens], or with `at` [rows, num_tokens] for its True positions in row-major order.
         `attention_mask` is True on real tokens (None: all); `position_ids` as in `MDLMModel.forward`.
         """
+
+
+@runtime_checkable
+class CachedDenoiser(Denoiser, Protocol):
+    """A `Denoiser` that can be fed some positions of each row and use stored keys and values of the others.
+
+    The optional capability behind `samplers/cache.py`; rows are one document each, positions count from its start.
+    """
+
+    @property
+    def block_size(self) -> int | None:
+        """Length of the model's blocks: a position depends on blocks up to its own. None: on everything."""
+
+    @property
+    def predicts_from_previous(self) -> bool:
+        """Whether the prediction at i needs position i - 1 to be fed too (models with shifted logits)."""
+
+    def key_values(self, rows: int, seq: int) -> KeyValues:
+        """An empty store. Raises ValueError if the model, as it is loaded, cannot use one."""
+
+    def feed(
+        self,
+        tokens: Int[Tensor, "batch fed"],
+        kv: KeyValues,
+        *,
+        position_ids: Int[Tensor, "batch fed"],
+        attention_mask: Bool[Tensor, "batch fed"] | None = None,
+        at: Bool[Tensor, "batch fed"] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """As `__call__` for the fed positions only (ascending in each row); their keys and values go into `kv`."""
 
 
 def emit_log_probs(
@@ -125,6 +156,51 @@ class ModelDenoiser:
     ) -> Float[Tensor, "..."]:
         """See `Denoiser`."""
         out = self.model(tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at)
+        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens)
+
+    @torch.no_grad()
+    def with_attention(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        *,
+        layers: int | float,
+        at: Bool[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+        position_ids: Int[Tensor, "batch seq"] | None = None,
+    ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "batch slots slots"]]:
+        """See `attention_rows.AttendingDenoiser`; one forward, under any attention implementation."""
+        with noted_inputs(self.model, layer_count(layers, self.model.config.num_hidden_layers)) as noted:
+            log_probs = self(tokens, attention_mask=attention_mask, position_ids=position_ids, at=at)
+        return log_probs, attention_rows(self.model, noted, at, attention_mask, position_ids)
+
+    @property
+    def block_size(self) -> int | None:
+        """As in the model's config."""
+        return self.model.config.block_size
+
+    @property
+    def predicts_from_previous(self) -> bool:
+        """As in the model's config (`shift_logits`)."""
+        return self.model.config.shift_logits
+
+    @torch.no_grad()
+    def key_values(self, rows: int, seq: int) -> KeyValues:
+        """See `CachedDenoiser`."""
+        check_kv(self.model.config)
+        return KeyValues.empty(rows, seq, self.device)
+
+    @torch.no_grad()
+    def feed(
+        self,
+        tokens: Int[Tensor, "batch fed"],
+        kv: KeyValues,
+        *,
+        position_ids: Int[Tensor, "batch fed"],
+        attention_mask: Bool[Tensor, "batch fed"] | None = None,
+        at: Bool[Tensor, "batch fed"] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """See `CachedDenoiser`."""
+        out = self.model(tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at, kv=kv)
         return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens)
 
 

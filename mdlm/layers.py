@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mdlm.attention import FlashPlan, eager_attention
 from mdlm.config import MDLMConfig
+from mdlm.keyvalues import Feeding
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -77,8 +78,9 @@ class MDLMAttention(nn.Module):
 
     is_causal = False  # read by the attention functions of `transformers`
 
-    def __init__(self, config: MDLMConfig) -> None:
+    def __init__(self, config: MDLMConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.config = config  # its `_attn_implementation` may be switched later
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
@@ -100,13 +102,16 @@ class MDLMAttention(nn.Module):
         rotation: tuple[Tensor, Tensor],
         mask: Tensor | BlockMask | None,
         flash: FlashPlan | None,
-    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq seq"] | None]:
+        feeding: Feeding | None = None,
+    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq keys"] | None]:
         batch, seq, _ = hidden.shape
         by_head = (batch, seq, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden).view(by_head)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden).view(by_head)).transpose(1, 2)
         value = self.v_proj(hidden).view(by_head).transpose(1, 2)
         query, key = rotate(query, *rotation), rotate(key, *rotation)
+        if feeding is not None:
+            key, value = feeding.exchange(self.layer, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         lengths: dict[str, Any] = {}
         if flash is not None:
@@ -137,10 +142,10 @@ class MDLMLayer(GradientCheckpointingLayer):
     """One transformer block. Where norms and residual sums sit (`norm_placement`) is decided in `forward` and nowhere
     else; `pre` normalises the input of each branch."""
 
-    def __init__(self, config: MDLMConfig) -> None:
+    def __init__(self, config: MDLMConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = MDLMAttention(config)
+        self.self_attn = MDLMAttention(config, layer)
         self.post_attention_layernorm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MDLMMLP(config)
 
@@ -150,7 +155,8 @@ class MDLMLayer(GradientCheckpointingLayer):
         rotation: tuple[Tensor, Tensor],
         mask: Tensor | BlockMask | None,
         flash: FlashPlan | None,
-    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq seq"] | None]:
-        attended, weights = self.self_attn(self.input_layernorm(hidden), rotation, mask, flash)
+        feeding: Feeding | None = None,
+    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq keys"] | None]:
+        attended, weights = self.self_attn(self.input_layernorm(hidden), rotation, mask, flash, feeding)
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), weights

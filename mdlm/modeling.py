@@ -29,6 +29,7 @@ from mdlm.attention import (
     visible,
 )
 from mdlm.config import MDLMConfig
+from mdlm.keyvalues import KeyValues, fed_predecessor
 from mdlm.layers import MDLMLayer, MDLMRMSNorm, ResidualOutput, rotary_angles
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class MDLMModel(MDLMPreTrainedModel):
     def __init__(self, config: MDLMConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([MDLMLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([MDLMLayer(config, n) for n in range(config.num_hidden_layers)])
         self.norm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
@@ -121,6 +122,7 @@ class MDLMModel(MDLMPreTrainedModel):
         flash: FlashPlan | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        kv: KeyValues | None = None,
     ) -> BaseModelOutput:
         """Hidden state of every token.
 
@@ -132,6 +134,7 @@ class MDLMModel(MDLMPreTrainedModel):
             flash: what `plan_flash` returned for the same batch; computed here if None.
             output_hidden_states: also return the states before each layer and the normalised last one.
             output_attentions: also return the attention weights of each layer; needs `eager`.
+            kv: keys and values of the rows' other positions; see `check_feed` for what it asks of the other arguments.
 
         Returns:
             `last_hidden_state [batch, seq, width]`. Padding gets finite values without a meaning.
@@ -139,7 +142,7 @@ class MDLMModel(MDLMPreTrainedModel):
         Raises:
             ValueError: shapes that do not fit each other, a sequence longer than `max_position_embeddings`, ids outside
                 the embedding (checked on the CPU; an accelerator would have to wait for it), `block_size` under flash
-                attention, `output_attentions` of another implementation than `eager`.
+                attention, `output_attentions` of another implementation than `eager`, what `check_feed` refuses.
         """
         config = self.config
         uses_flash = is_flash_attention_requested(config)
@@ -152,7 +155,12 @@ class MDLMModel(MDLMPreTrainedModel):
         batch, seq, width = hidden.shape
 
         mask: Tensor | BlockMask | None = None
-        if uses_flash:
+        feeding = None
+        if kv is not None:
+            check_feed(config, position_ids)
+            feeding = kv.feeding(positions, real, config.block_size)
+            mask = feeding.mask
+        elif uses_flash:
             flash = flash if flash is not None else self.plan_flash(real, position_ids)
         elif config._attn_implementation == "flex_attention":
             documents = document_ids(real, position_ids)
@@ -168,7 +176,7 @@ class MDLMModel(MDLMPreTrainedModel):
         for layer in self.layers:
             if output_hidden_states:
                 states.append(hidden)
-            hidden, weights = layer(hidden, rotation, mask, flash)
+            hidden, weights = layer(hidden, rotation, mask, flash, feeding)
             if output_attentions:
                 attentions.append(weights)
         hidden = self.norm(hidden)
@@ -202,11 +210,12 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         logits_at: Bool[Tensor, "batch seq"] | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        kv: KeyValues | None = None,
     ) -> MaskedLMOutput:
         """Raw logits of every token, or of the tokens asked for.
 
         Args:
-            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions: as in `MDLMModel`.
+            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions, kv: as in `MDLMModel`.
             logits_at: compute the head on these positions only. Changes nothing but time and memory.
 
         Returns:
@@ -227,14 +236,19 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            flash=self.model.plan_flash(attention_mask, position_ids),
+            flash=None if kv is not None else self.model.plan_flash(attention_mask, position_ids),
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            kv=kv,
             return_dict=True,
         )
         hidden = out.last_hidden_state
         source = None
-        if self.config.shift_logits:
+        if self.config.shift_logits and kv is not None:
+            assert position_ids is not None, "checked by check_feed"
+            wanted = logits_at if logits_at is not None or attention_mask is None else attention_mask.bool()
+            source = fed_predecessor(position_ids, wanted)
+        elif self.config.shift_logits:
             real = None if attention_mask is None else attention_mask.bool()
             source = previous_in_document(real, position_ids, input_ids).expand_as(input_ids)
         if logits_at is not None:
@@ -321,4 +335,27 @@ def check_outputs(config: MDLMConfig, output_hidden_states: bool, output_attenti
         raise ValueError(
             f"hidden states are not returned under {config._attn_implementation}, which runs without padding; load the "
             "model with attn_implementation='sdpa'"
+        )
+
+
+def check_feed(config: MDLMConfig, position_ids: Tensor | None) -> None:
+    """Refuse to feed some positions of a row (`kv`) where that is not possible.
+
+    With `kv`, `input_ids [batch, fed]` are tokens of one document per row, `position_ids` their positions in it,
+    ascending, and `attention_mask` is False where a row feeds fewer than others. Raises ValueError without
+    `position_ids`, while gradients are recorded, and as `check_kv`.
+    """
+    if position_ids is None:
+        raise ValueError("kv needs position_ids: which positions of their rows the tokens stand at")
+    if torch.is_grad_enabled():
+        raise ValueError("stored keys and values carry no gradient; call the model under torch.no_grad()")
+    check_kv(config)
+
+
+def check_kv(config: MDLMConfig) -> None:
+    """Raises ValueError for attention implementations that cannot attend to stored keys and values."""
+    if is_flash_attention_requested(config) or config._attn_implementation == "flex_attention":
+        raise ValueError(
+            f"{config._attn_implementation} cannot attend to stored keys and values; load the model with "
+            "attn_implementation='sdpa' or 'eager', or sample without a cache"
         )

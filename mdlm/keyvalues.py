@@ -1,0 +1,135 @@
+"""Stored keys and values: how a forward of some positions of a row attends to the others without computing them.
+
+A `KeyValues` holds, for every layer, one key and one value per row and position. A forward that is given one feeds any
+positions of each row (`position_ids` says which), writes their keys and values into the store, and lets them attend to
+everything valid in it: what they just wrote and what stood there. Fed with all positions, that is the plain forward.
+What stands there may be out of date, in which case the answer is approximate; when it is not is the business of
+`samplers/cache.py`. Read next: `modeling.py`, whose forwards take `kv`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+
+class Feeding(NamedTuple):
+    """What one forward writes and reads."""
+
+    kv: KeyValues
+    fed: Int64[Tensor, " fed_tokens"] | None
+    """Indices of the real tokens in the flattened batch; None: all."""
+    places: Int64[Tensor, " fed_tokens"]
+    """Where they are written, in the flattened (rows, positions)."""
+    mask: Bool[Tensor, "batch 1 queries positions"] | None
+    """Which positions each fed token attends to; None: all."""
+
+    def exchange(
+        self,
+        layer: int,
+        key: Float[Tensor, "batch kv_heads fed dim"],
+        value: Float[Tensor, "batch kv_heads fed dim"],
+    ) -> tuple[Float[Tensor, "batch kv_heads positions dim"], Float[Tensor, "batch kv_heads positions dim"]]:
+        """Write these keys and values of a layer; returns those of all positions."""
+        kv = self.kv
+        if layer == len(kv.layers):
+            shape = (*kv.valid.shape, key.shape[1], key.shape[3])
+            kv.layers.append((key.new_zeros(shape), value.new_zeros(shape)))
+        stored = kv.layers[layer]
+        for store, new in zip(stored, (key, value)):
+            new = new.transpose(1, 2).flatten(0, 1)
+            store.flatten(0, 1).index_copy_(0, self.places, new if self.fed is None else new[self.fed])
+        if kv.rows is not None:
+            stored = (stored[0][kv.rows], stored[1][kv.rows])
+        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
+
+
+@dataclass
+class KeyValues:
+    """Keys and values of every layer for rows of up to `seq` positions. For inference: no gradient passes through.
+
+    `layers` fills at the first forward, in the dtype of the model.
+    """
+
+    valid: Bool[Tensor, "rows seq"]
+    """Which positions have been fed."""
+    layers: list[tuple[Float[Tensor, "rows seq kv_heads dim"], Float[Tensor, "rows seq kv_heads dim"]]] = field(
+        default_factory=list
+    )
+    rows: Int64[Tensor, " batch"] | None = None
+    """Rows that the next forward feeds, see `of`; None: all."""
+
+    @staticmethod
+    def empty(rows: int, seq: int, device: torch.device | str = "cpu") -> KeyValues:
+        """A store that holds nothing yet."""
+        return KeyValues(torch.zeros((rows, seq), dtype=torch.bool, device=device))
+
+    def of(self, rows: Int64[Tensor, " batch"]) -> KeyValues:
+        """The same store, for a forward of these rows only."""
+        assert self.rows is None, "rows of rows"
+        return KeyValues(self.valid, self.layers, rows)
+
+    def keep(self, rows: Int64[Tensor, " batch"], seq: int | None = None) -> KeyValues:
+        """A store of these rows and their first `seq` positions only."""
+        layers = [(keys[rows, :seq], values[rows, :seq]) for keys, values in self.layers]
+        return KeyValues(self.valid[rows, :seq], layers)
+
+    def forget(self, positions: Bool[Tensor, "rows seq"]) -> None:
+        """Nothing attends to these positions until they are fed again."""
+        self.valid &= ~positions
+
+    def feeding(
+        self,
+        position_ids: Int[Tensor, "batch fed"],
+        real: Bool[Tensor, "batch fed"] | None,
+        block_size: int | None,
+    ) -> Feeding:
+        """Mark these positions as valid and say who attends to whom. Raises ValueError if they do not fit the store."""
+        batch, seq = len(self.valid) if self.rows is None else len(self.rows), self.valid.shape[1]
+        if position_ids.shape[0] != batch or int(position_ids.max()) >= seq or int(position_ids.min()) < 0:
+            raise ValueError(
+                f"position_ids has shape {list(position_ids.shape)} and runs from {int(position_ids.min())} to "
+                f"{int(position_ids.max())}; the store has {batch} rows of positions 0 .. {seq - 1}"
+            )
+        rows = torch.arange(batch, device=position_ids.device) if self.rows is None else self.rows
+        places = (rows[:, None] * seq + position_ids).flatten()
+        fed = None
+        if real is not None and not bool(real.all()):
+            fed = real.flatten().nonzero()[:, 0]
+            places = places[fed]
+        self.valid.view(-1)[places] = True
+        valid = self.valid if self.rows is None else self.valid[self.rows]
+        mask = None if bool(valid.all()) else valid[:, None, None, :]
+        if block_size is not None:
+            key_block = torch.arange(seq, device=position_ids.device) // block_size
+            not_before = (position_ids // block_size)[:, None, :, None] >= key_block
+            mask = not_before if mask is None else mask & not_before
+        elif mask is not None:
+            mask = mask.expand(-1, -1, position_ids.shape[1], -1)
+        return Feeding(self, fed, places, mask)
+
+
+def fed_predecessor(
+    position_ids: Int[Tensor, "batch fed"], wanted: Bool[Tensor, "batch fed"] | None
+) -> Int64[Tensor, "batch fed"]:
+    """Index, among the fed tokens, of the one at the position before; position 0 has itself. Positions ascend.
+
+    This is where a model with shifted logits keeps its prediction of a token. Raises ValueError if it was not fed for a
+    `wanted` token (None: all).
+    """
+    index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    before = (index - 1).clamp(min=0)
+    follows = position_ids.gather(1, before) == position_ids - 1
+    missing = ~follows & (position_ids > 0)
+    if wanted is not None:
+        missing = missing & wanted
+    if bool(missing.any()):
+        raise ValueError(
+            "the logits of this model are shifted: the prediction of a token is computed at the position before it, so "
+            "feed that one too, directly before the token"
+        )
+    return torch.where(follows, before, index)
