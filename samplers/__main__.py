@@ -107,7 +107,7 @@ def parse(arguments: list[str], name: str | None) -> tuple[SampleOptions, dict[s
         parser.add_argument(f"--{flag}", action="store_true", help=text)
     parser.add_class_arguments(SampleOptions, as_group=False, as_positional=True, skip={"prompt", "show", "json"})
     every = parser.add_argument_group("options of every strategy")
-    every.add_function_arguments(generate, as_group=False, skip={*_OURS, *knobs})  # type: ignore[arg-type]
+    every.add_function_arguments(generate, as_group=False, skip={*_OURS, *knobs})
     if name is not None and knobs:
         own = parser.add_argument_group(f"options of the strategy {name!r}")
         own.add_function_arguments(PRESETS[name], as_group=False)
