@@ -124,7 +124,7 @@ class Run:
         """One step of every unfinished row."""
         step = self._look()
         commit = self._choose(step)
-        self._write(step, commit)
+        commit = self._write(step, commit)
         if self.strategy.revise is not None:
             self._revise(step, commit)
         self.state.step += 1
@@ -184,8 +184,8 @@ class Run:
         stuck = ~commit.any(dim=-1, keepdim=True)
         return commit | (torch.zeros_like(commit).scatter_(-1, best, stuck) & step.candidates)
 
-    def _write(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> None:
-        """Draw tokens where none is drawn yet, and write them."""
+    def _write(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
+        """Draw tokens where none is drawn yet, write them, and say where: at what is admitted of `commit`."""
         state = self.state
         chosen = step.packed(commit) if step.log_probs.numel() else commit.new_zeros(0)
         log_probs = step.log_probs if bool(chosen.all()) else step.log_probs[chosen]
@@ -195,16 +195,21 @@ class Run:
         elif len(row):
             tokens = self.strategy.draw(log_probs, state.uniform(NOISE_TOKEN)[row, position])
         else:
-            return
+            return commit
         written = log_probs.gather(-1, tokens[:, None])[:, 0].double()
         if bool((written.isnan() | (tokens == self.mask_token_id)).any()):
             raise ValueError(
                 "the denoiser gave NaN, or mass to the mask id; it must give log-probabilities with -inf at the mask id"
             )
+        if self.strategy.admit is not None:
+            stay = self.strategy.admit(step, row, position, tokens, written)
+            row, position, tokens, written = row[stay], position[stay], tokens[stay], written[stay]
+            commit = torch.zeros_like(commit).index_put_((row, position), stay.new_tensor(True))
         state.tokens[row, position] = tokens
         state.masked[row, position] = False
         state.step_map[row, position] = state.step
         state.log_probs[row, position] = written
+        return commit
 
     def _revise(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> None:
         """Take back or replace what the reviser says, as far as it may."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mdlm.samplers.cache import CachePolicy, NoCache
@@ -20,19 +20,27 @@ from mdlm.samplers.windows import Window, whole
 Transform = Callable[[Float[Tensor, "rows vocab"], Step], Float[Tensor, "rows vocab"]]
 """Log-probabilities of one step's predictions to others; the driver normalises again and keeps the mask id out."""
 
+Admission = Callable[
+    [Step, Int64[Tensor, " rows"], Int64[Tensor, " rows"], Int64[Tensor, " rows"], Float[Tensor, " rows"]],
+    Bool[Tensor, " rows"],
+]
+"""Which of one step's commits are written, after their tokens are drawn: from the step, and row, position, token and
+log-probability of each commit. It keeps at least one commit of every row; the others stay undecided."""
+
 
 @dataclass(frozen=True)
 class Strategy:
     """How a canvas is unmasked; see the module of each kind.
 
     A step runs them in this order: window, forward (through the cache), transforms, draw (if before selection), score,
-    select, draw (if after), commit, revise, stop.
+    select, draw (if after), admit, commit, revise, stop.
     """
 
     score: Scorer = probability
     select: Selector = field(default_factory=TopK)
     draw: Draw = field(default_factory=Draw)
     window: Window = whole
+    admit: Admission | None = None
     revise: Reviser | None = None
     transforms: tuple[Transform, ...] = ()
     stop: tuple[StopRule, ...] = ()
