@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from mdlm.attention_rows import attention_rows, layer_count, noted_inputs
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM, check_kv
 from mdlm.objective import subs_log_probs

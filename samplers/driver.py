@@ -21,8 +21,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from mdlm.attention_rows import AttentionTap
 from mdlm.denoiser import Denoiser
 from mdlm.rng import hash_counters
+from mdlm.samplers.cache import Feeder
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.state import NOISE_TOKEN, State, Step
 from mdlm.samplers.strategy import Strategy
@@ -66,7 +68,8 @@ class Run:
     """One canvas being unmasked.
 
     Raises ValueError for given tokens outside the denoiser's vocabulary, for what the strategy's cache needs of the
-    denoiser and does not find, and for a window that looks at predictions under a selector that does not.
+    denoiser and does not find, for a selector that reads attention where the denoiser gives none (or under a cache),
+    and for a window that looks at predictions under a selector that does not.
     """
 
     def __init__(self, denoiser: Denoiser, canvas: Canvas, strategy: Strategy, keys: Int64[Tensor, " batch"]) -> None:
@@ -79,11 +82,13 @@ class Run:
             )
         if isinstance(strategy.window, PlanningWindow) and strategy.select.blind:
             raise ValueError(
-                f"{type(strategy.window).__name__} sizes its blocks by predictions, but {type(strategy.select).__name__} "
-                "chooses positions without looking at any; take another window or another selector"
+                f"{type(strategy.window).__name__} sizes its blocks by predictions, but "
+                f"{type(strategy.select).__name__} chooses positions without looking at any; take another window or "
+                "another selector"
             )
         self.strategy, self.mask_token_id = strategy, denoiser.mask_token_id
-        self.feed = strategy.cache.start(denoiser)
+        self.tap = _attention_tap(denoiser, strategy)
+        self.feed = strategy.cache.start(denoiser) if self.tap is None else _feed_through(self.tap, strategy)
         rows, seq = canvas.tokens.shape
         zeros = torch.zeros(rows, dtype=torch.int64, device=denoiser.device)
         self.state = State(
@@ -150,6 +155,8 @@ class Run:
         if not bool(step.at.any()):
             return step
         step.log_probs = self.feed(state, state.tokens, step.at, window)
+        if self.tap is not None:
+            step.attention = self.tap.take(step.at.any(dim=-1))
         for transform in strategy.transforms:
             step.log_probs = transform(step.log_probs, step)
         if strategy.transforms:
@@ -266,6 +273,22 @@ class Run:
     def _store(self) -> None:
         for name, value in self._kept.items():
             value[self.state.rows] = getattr(self.state, name)
+
+
+def _attention_tap(denoiser: Denoiser, strategy: Strategy) -> AttentionTap | None:
+    """Between feeder and denoiser if the selector reads attention."""
+    layers = getattr(strategy.select, "attention_layers", None)
+    return None if layers is None else AttentionTap(denoiser, layers)
+
+
+def _feed_through(tap: AttentionTap, strategy: Strategy) -> Feeder:
+    try:
+        return strategy.cache.start(tap)
+    except ValueError as error:  # the tap gives whole forwards only
+        raise ValueError(
+            f"{type(strategy.select).__name__} reads attention over the whole canvas, which a forward with the cache "
+            f"{type(strategy.cache).__name__} does not compute; leave the cache out"
+        ) from error
 
 
 def normalise(log_probs: Float[Tensor, "rows vocab"], mask_token_id: int) -> Float[Tensor, "rows vocab"]:

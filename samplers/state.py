@@ -117,6 +117,8 @@ class Step:
     """Untempered log-probabilities at `at` after all transforms, packed."""
     drawn: Int64[Tensor, " rows"] | None = None
     """Token drawn for each prediction before positions are selected; None if they are drawn afterwards."""
+    attention: Float[Tensor, "batch slots slots"] | None = None
+    """Attention between the positions in `at` (see `mdlm.attention_rows`); None unless the selector asks for it."""
 
     @cached_property
     def index(self) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
