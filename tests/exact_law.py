@@ -1,7 +1,7 @@
 """The exact law of what a strategy writes, on sources small enough to enumerate (vocab^length <= 729).
 
 Probability is propagated over partial states. In each round the product's own window, transforms, scorer, selector,
-progress rule and reviser work on all partial states as one batch (`Run._look`, `Run._choose`, `Run._revise`), and only
+progress rule and reviser work on all partial states as one batch (`Run._look`, `_choose`, `_write`, `_revise`); only
 the noise is taken from them: every outcome of it becomes a state of its own, with its probability.
 
 - tokens: after selection, the product of the (tempered, truncated) marginals at the committed positions; before
@@ -131,33 +131,28 @@ def _round(run: Run, state: EnumeratedState, law: Law) -> EnumeratedState:
     """One step of every state, all outcomes."""
     strategy = run.strategy
     state = _enumerate_selection(run, state)
+    by_hand = dataclasses.replace(strategy, draw=_DrawNoise(strategy.draw.before_select))  # type: ignore[arg-type]
     if strategy.draw.before_select and not strategy.select.blind:
         step = _look(run, copy.deepcopy(state))
         state, tokens, chance = _enumerate_tokens(step, state, step.candidates, strategy)
-        state.weight = state.weight * chance
-        state.noise[NOISE_TOKEN] = tokens.double()
-        state.nfe = torch.zeros_like(state.nfe)
-        run.strategy = dataclasses.replace(strategy, draw=_DrawNoise())  # type: ignore[arg-type]
+        state.noise[NOISE_TOKEN], state.nfe = tokens.double(), torch.zeros_like(state.nfe)
+        run.strategy = by_hand
         step = _look(run, state)
         commit = run._choose(step)
-        run.strategy = strategy
     else:
         state.nfe = torch.zeros_like(state.nfe)
         step = _look(run, state)
         commit = run._choose(step)
         assert step.drawn is None, "a selector that draws tokens itself cannot be enumerated"
-        parents = _numbered(state)
-        state, tokens, chance = _enumerate_tokens(step, parents, commit, strategy)
+        state, tokens, chance = _enumerate_tokens(step, state, commit, strategy)
+        state.noise[NOISE_TOKEN] = tokens.double()
         step, commit = _children(step, state), commit[state.rows]
-        state.weight = state.weight * chance
+        run.strategy, run.state = by_hand, state
+    state.weight = state.weight * chance
+    commit = run._write(step, commit)
+    run.strategy = strategy
     law.nfe += float((state.weight * state.nfe).sum())
     law.committed.index_add_(0, commit.sum(-1), state.weight)
-    state.tokens = torch.where(commit, tokens, state.tokens)
-    state.masked = state.masked & ~commit
-    state.step_map = torch.where(commit, state.step, state.step_map)
-    if step.log_probs.numel():
-        written = step.dense(step.of(step.packed(tokens.clamp(min=0))).double(), 0.0)
-        state.log_probs = torch.where(commit, written, state.log_probs)
     if strategy.revise is not None:
         state = _revised(run, step, commit, state)
     state.step += 1
@@ -165,10 +160,11 @@ def _round(run: Run, state: EnumeratedState, law: Law) -> EnumeratedState:
     return state
 
 
+@dataclass(frozen=True)
 class _DrawNoise:
     """A draw whose uniform numbers are the tokens."""
 
-    before_select = True
+    before_select: bool
 
     def __call__(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         return uniform.long()
@@ -193,7 +189,9 @@ def _children(step: Step, state: EnumeratedState) -> Step:
     number = torch.full(step.at.shape, -1)
     number[step.at] = torch.arange(int(step.at.sum()))
     if step.log_probs.numel():
-        child.log_probs = step.log_probs[number[parent][child.at]]
+        packed = number[parent][child.at]
+        child.log_probs = step.log_probs[packed]
+        child.drawn = None if step.drawn is None else step.drawn[packed]
     return child
 
 
@@ -201,13 +199,10 @@ def _enumerate_selection(run: Run, state: EnumeratedState) -> EnumeratedState:
     """Rows split by the outcomes of the noise that chooses positions."""
     strategy = run.strategy
     probe = copy.deepcopy(state)
-    probe.noise, probe.asked = {NOISE_TOKEN: torch.zeros(state.tokens.shape).double()}, set()
+    probe.noise, probe.asked = {}, set()
     run.state = probe
-    if strategy.draw.before_select:
-        run.strategy = dataclasses.replace(strategy, draw=_DrawNoise())  # type: ignore[arg-type]
     step = _look(run, probe)
     run._choose(step)
-    run.strategy = strategy
     asked = probe.asked - {NOISE_TOKEN}
     assert asked <= {NOISE_ORDER, NOISE_REVEAL}, f"noise {asked} cannot be enumerated"
     if NOISE_ORDER in asked:
