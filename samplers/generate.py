@@ -9,7 +9,7 @@ Read next: `canvas.py` (what goes in and comes out), `presets.py` (the strategie
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,11 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from mdlm.denoiser import Denoiser, as_denoiser
 from mdlm.samplers.canvas import Canvas, Generation
 from mdlm.samplers.driver import Frame, Run, row_keys
+from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
 from mdlm.samplers.scores import DeferEos
 from mdlm.samplers.stop import EosStop
-from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.transforms import SuppressTokens
+from mdlm.samplers.strategy import Strategy, Transform
+from mdlm.samplers.transforms import OncePerStep, RepetitionPenalty, SuppressAtStart, SuppressTokens
 
 DEFAULT_STRATEGY = "threshold"
 EosPolicy = Literal["stop", "defer", "ignore", "ban"]
@@ -69,6 +70,9 @@ def generate(
     eos: EosPolicy = "stop",
     eos_token_id: int | Sequence[int] | None = None,
     suppress_tokens: Sequence[int] = (),
+    begin_suppress_tokens: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    guidance: float = 0.0,
     batch_size: int = 16,
     **knobs: Any,
 ) -> Generation:
@@ -94,6 +98,10 @@ def generate(
             short. `ignore`: a token like any other. `ban`: never written.
         eos_token_id: which tokens end a sequence; None: the tokenizer's, else the model's.
         suppress_tokens: ids that are never written.
+        begin_suppress_tokens: ids that are never written first.
+        repetition_penalty: divides the probability of tokens that the row holds already, prompt included; tokens
+            written in the same step count (see `OncePerStep`). 1: none.
+        guidance: strength of classifier-free guidance by the prompt (see `Guided`); 0: none. Doubles the evaluations.
         batch_size: rows per run; never changes the result.
         **knobs: the strategy's own, see its function in `PRESETS`.
 
@@ -113,6 +121,9 @@ def generate(
         eos=eos,
         eos_token_id=eos_token_id,
         suppress_tokens=suppress_tokens,
+        begin_suppress_tokens=begin_suppress_tokens,
+        repetition_penalty=repetition_penalty,
+        guidance=guidance,
         batch_size=batch_size,
         knobs=knobs,
     )
@@ -140,6 +151,9 @@ def stream(
     eos: EosPolicy = "stop",
     eos_token_id: int | Sequence[int] | None = None,
     suppress_tokens: Sequence[int] = (),
+    begin_suppress_tokens: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    guidance: float = 0.0,
     **knobs: Any,
 ) -> Iterator[Frame]:
     """Watch it unmask: the canvas before the first step and after each one. Arguments as in `generate`, whose result
@@ -157,6 +171,9 @@ def stream(
         eos=eos,
         eos_token_id=eos_token_id,
         suppress_tokens=suppress_tokens,
+        begin_suppress_tokens=begin_suppress_tokens,
+        repetition_penalty=repetition_penalty,
+        guidance=guidance,
         batch_size=1 << 30,
         knobs=knobs,
     )
@@ -183,6 +200,9 @@ def _plan(
     eos: str,
     eos_token_id: int | Sequence[int] | None,
     suppress_tokens: Sequence[int],
+    begin_suppress_tokens: Sequence[int],
+    repetition_penalty: float,
+    guidance: float,
     batch_size: int,
     knobs: dict[str, Any],
 ) -> Plan:
@@ -201,7 +221,12 @@ def _plan(
         changes["before_select"] = draw == "before_select"
     built = dataclasses.replace(built, draw=dataclasses.replace(built.draw, **changes))
     ends = _end_ids(model, tokenizer, eos_token_id)
-    built = _with_eos(built, eos, ends, tuple(suppress_tokens), denoiser)
+    _check_ids((*ends, *suppress_tokens, *begin_suppress_tokens), denoiser)
+    built = _with_eos(built, eos, ends)
+    banned = (*suppress_tokens, *ends) if eos == "ban" else tuple(suppress_tokens)
+    built = _with_transforms(built, repetition_penalty, banned, tuple(begin_suppress_tokens))
+    if guidance != 0:
+        built = dataclasses.replace(built, cache=Guided(guidance, built.cache))
     return Plan(denoiser, canvas, built, seed, tokenizer, isinstance(prompts, Canvas), batch_size)
 
 
@@ -213,8 +238,23 @@ def _strategy(model: Any, strategy: str | Strategy | None, knobs: dict[str, Any]
     if strategy is None:
         stored = getattr(getattr(model, "generation_config", None), "strategy", None)
         if stored is not None:
-            return build_strategy(stored["name"], **{**stored.get("knobs", {}), **knobs})
+            return _stored_strategy(stored, knobs)
     return build_strategy(DEFAULT_STRATEGY if strategy is None else strategy, **knobs)
+
+
+def _stored_strategy(stored: Any, knobs: dict[str, Any]) -> Strategy:
+    """The strategy that a `generation_config` names, with `knobs` over its own."""
+    where = "the strategy stored in the model's generation_config"
+    own = stored.get("knobs", {}) if isinstance(stored, Mapping) else None
+    if own is None or not isinstance(own, Mapping) or not set(stored) <= {"name", "knobs"} or "name" not in stored:
+        raise ValueError(
+            f'{where} is {stored!r}; it must be {{"name": NAME}} or {{"name": NAME, "knobs": {{KNOB: VALUE}}}}; set it '
+            "right, or name a strategy in the call"
+        )
+    try:
+        return build_strategy(str(stored["name"]), **{**own, **knobs})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where} is {stored!r}: {error}") from error
 
 
 def _end_ids(
@@ -229,18 +269,30 @@ def _end_ids(
     return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
 
 
-def _with_eos(
-    strategy: Strategy, eos: str, ends: tuple[int, ...], suppress: tuple[int, ...], denoiser: Denoiser
-) -> Strategy:
-    if eos not in EOS_POLICIES:
-        raise ValueError(f"eos is {eos!r}; it must be one of {', '.join(EOS_POLICIES)}")
-    wrong = [token for token in (*ends, *suppress) if not 0 <= token < denoiser.num_tokens]
+def _check_ids(tokens: tuple[int, ...], denoiser: Denoiser) -> None:
+    wrong = [token for token in tokens if not 0 <= token < denoiser.num_tokens]
     if wrong:
         raise ValueError(f"token ids {wrong} do not exist; the model knows 0 .. {denoiser.num_tokens - 1}")
-    if eos == "ban":
-        suppress = (*suppress, *ends)
+
+
+def _with_transforms(
+    strategy: Strategy, repetition_penalty: float, suppress: tuple[int, ...], at_start: tuple[int, ...]
+) -> Strategy:
+    """The strategy's own transforms, then these; see `transforms.py` for the order."""
+    transforms: list[Transform] = []
+    if repetition_penalty != 1:
+        transforms.append(RepetitionPenalty(repetition_penalty))
+        strategy = dataclasses.replace(strategy, admit=OncePerStep())
     if suppress:
-        strategy = dataclasses.replace(strategy, transforms=(*strategy.transforms, SuppressTokens(suppress)))
+        transforms.append(SuppressTokens(suppress))
+    if at_start:
+        transforms.append(SuppressAtStart(at_start))
+    return dataclasses.replace(strategy, transforms=(*strategy.transforms, *transforms))
+
+
+def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...]) -> Strategy:
+    if eos not in EOS_POLICIES:
+        raise ValueError(f"eos is {eos!r}; it must be one of {', '.join(EOS_POLICIES)}")
     if eos in ("stop", "defer") and ends:
         strategy = dataclasses.replace(strategy, stop=(*strategy.stop, EosStop(ends)))
     if eos == "defer" and ends:

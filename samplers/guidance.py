@@ -1,8 +1,8 @@
 """Classifier-free guidance without a trained class: the answer is pushed towards what the given text makes likelier.
 
-The model is asked twice, once as it is and once with every given token masked ("unsupervised"
-guidance, Nie et al., 2410.18514; LLaDA, 2502.09992): log p = l_u + (w + 1) (l_c - l_u) = l_c + w (l_c - l_u), normalised again. It wraps
-any cache policy, each branch with a feeder and thus a cache of its own, and transforms come after it.
+The model is asked twice, once as it is and once with every given token masked ("unsupervised" guidance, Nie et al.,
+2410.18514; LLaDA, 2502.09992): log p = l_u + (w + 1) (l_c - l_u) = l_c + w (l_c - l_u), normalised again. It wraps any
+cache policy, each branch with a feeder and thus a cache of its own, and transforms come after it.
 Read next: `cache.py`.
 """
 
