@@ -14,6 +14,7 @@ from typing import Literal
 
 from mdlm.samplers.ancestral import Ancestral, JointAncestral
 from mdlm.samplers.draw import Draw
+from mdlm.samplers.presets_revise import p2, remdm, t2m, t2t
 from mdlm.samplers.scores import SCORES, drawn_probability
 from mdlm.samplers.scores import random as random_score
 from mdlm.samplers.select import Quota, RandomOrder, Threshold, TopK
@@ -119,6 +120,10 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
     "confidence": confidence,
     "threshold": threshold,
     "llada": llada,
+    "remdm": remdm,
+    "p2": p2,
+    "t2t": t2t,
+    "t2m": t2m,
 }
 
 

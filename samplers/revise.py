@@ -2,7 +2,7 @@
 
 A reviser maps the `Step` and this step's commits to a `Revision`. The driver keeps its promises whatever a reviser
 says: given tokens never change, a position is revised at most `max_edits` times (so the number of steps is bounded),
-and in the last step of a schedule nothing is masked again. Read next: `driver.py`.
+and in the last step of a schedule nothing is masked again. Read next: `remdm.py`.
 """
 
 from __future__ import annotations
@@ -43,3 +43,8 @@ class Reviser(Protocol):
 
     def __call__(self, step: Step, committed: Bool[Tensor, "batch seq"]) -> Revision:
         """The changes. `committed` was written in this step; `step.candidates` was undecided before it."""
+
+
+def held(step: Step) -> Bool[Tensor, "batch seq"]:
+    """Positions of the window that were decided before this step: what there is to revise."""
+    return step.window & step.state.editable & ~step.candidates

@@ -1,0 +1,151 @@
+"""Presets that revise what they wrote, or look beyond the next step; see `presets.py` for the conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from mdlm.samplers.draw import Draw
+from mdlm.samplers.edit import Behind, Doubt, EditTokens, MaskDoubtful, Outvoted, Unlikely
+from mdlm.samplers.remdm import (
+    Cap,
+    MaskRate,
+    Planner,
+    Plateau,
+    Process,
+    Remask,
+    Rescale,
+    Reveal,
+    Sigma,
+    Standing,
+    Unplanned,
+    by_confidence,
+    even,
+)
+from mdlm.samplers.select import Threshold
+from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.windows import Blocks, Window, whole
+
+DEFAULT_ETA = {"cap": 0.008, "rescale": 0.01, "loop": 0.02}
+"""ReMDM's `eta` by rule: cap and loop as published."""
+
+DEFAULT_DOUBT = {"low_prob": 0.1, "other": 0.9, "logit_diff": 0.3}
+"""Thresholds of token-to-mask revision by rule."""
+
+
+def _window(block_length: int | None) -> Window:
+    return whole if block_length is None else Blocks(block_length)
+
+
+def remdm(
+    sigma: Literal["cap", "rescale", "conf", "loop"] = "cap",
+    eta: float | None = None,
+    steps: int = 128,
+    block_length: int | None = None,
+    t_on: float = 0.55,
+    t_off: float = 0.05,
+    alpha_on: float = 0.9,
+) -> Strategy:
+    """ReMDM (2503.00307): ancestral sampling that masks decided tokens again at random and keeps the mask rate, so more
+    steps buy quality even beyond the number of tokens. For base models; combine with `top_p` 0.9 as the paper does.
+
+    Args:
+        sigma: probability of masking again: `cap` min(eta, largest possible), `rescale` eta times the largest possible,
+            `conf` the largest possible shared by softmax(-probability at commit), `loop` eta on a plateau of the mask
+            rate and 0 elsewhere.
+        eta: strength in [0, 1]; None: 0.008 (cap), 0.01 (rescale), 0.02 (loop). `conf` takes none.
+        steps: time steps, per block if there are blocks; only those that reveal something cost a forward.
+        block_length: None: the whole canvas at once.
+        t_on: time at which the plateau of `loop` begins (time runs from 1 to 0).
+        t_off: time at which it ends.
+        alpha_on: share of decided positions on it.
+    """
+    plateau = Plateau(t_on, t_off, alpha_on)
+    if sigma not in ("conf", *DEFAULT_ETA):
+        raise ValueError(f"sigma is {sigma!r}; it must be one of cap, rescale, conf, loop")
+    if sigma != "loop" and plateau != Plateau():
+        raise ValueError(f"t_on, t_off and alpha_on shape the plateau of sigma='loop'; sigma={sigma!r} has none")
+    rule: Sigma
+    if sigma == "conf":
+        if eta is not None:
+            raise ValueError(f"sigma='conf' takes no eta, got {eta}; its strength is the largest possible")
+        rule = by_confidence
+    else:
+        rules: dict[str, Callable[[float], Sigma]] = {"cap": Cap, "rescale": Rescale, "loop": Standing}
+        rule = rules[sigma](DEFAULT_ETA[sigma] if eta is None else eta)
+    rate: MaskRate = plateau if sigma == "loop" else even
+    process = Process(steps, rule, rate)
+    return Strategy(
+        select=Reveal(process), revise=Remask(process), window=_window(block_length), draw=Draw(temperature=1.0)
+    )
+
+
+def p2(steps: int = 64, eta: float = 1.0, block_length: int | None = None) -> Strategy:
+    """P2 self-planning (2502.03540): every step keeps the best share of all positions, so a decided token that has
+    become unlikely makes room for another. The model must predict decided positions too, not copy them.
+
+    Args:
+        steps: steps per block; each costs a forward.
+        eta: weight of the log-probability of decided tokens; 0: nothing is taken back, larger: more is.
+        block_length: None: the whole canvas at once.
+    """
+    planner = Planner(steps, eta)
+    return Strategy(
+        select=planner,
+        revise=Unplanned(planner),
+        window=_window(block_length),
+        draw=Draw(temperature=1.0, before_select=True),
+    )
+
+
+def t2t(
+    tau_mask: float = 0.7,
+    tau_edit: float = 0.5,
+    block_length: int | None = 32,
+    post_steps: int = 16,
+    max_edits: int = 8,
+) -> Strategy:
+    """LLaDA2.1's threshold decoding with token editing (2602.08676). Its quality mode is the default, its speed mode
+    `tau_mask=0.5, tau_edit=0`. For models trained to correct wrong tokens.
+
+    Args:
+        tau_mask: commit every mask whose best token has at least this probability, and one in any case.
+        tau_edit: replace a decided token where another one has a probability above this; 1: never.
+        block_length: None: the whole canvas at once.
+        post_steps: most steps of editing after the last mask of a block.
+        max_edits: most edits per position.
+    """
+    return Strategy(
+        select=Threshold(tau_mask),
+        window=_window(block_length),
+        revise=EditTokens(tau_edit, post_steps, max_edits),
+    )
+
+
+def t2m(
+    doubt: Literal["low_prob", "other", "logit_diff"] = "low_prob",
+    threshold: float | None = None,
+    tau_mask: float = 0.7,
+    block_length: int | None = 32,
+    max_edits: int = 3,
+) -> Strategy:
+    """Threshold decoding that masks doubtful tokens again (2604.18738) instead of replacing them: the position is
+    predicted anew beside others that are still open.
+
+    Args:
+        doubt: `low_prob`: the written token has a probability below the threshold; `other`: another token has one above
+            it; `logit_diff`: the written token's logit lies further below the best one.
+        threshold: None: 0.1 (low_prob), 0.9 (other), 0.3 nats (logit_diff).
+        tau_mask: commit every mask whose best token has at least this probability, and one in any case.
+        block_length: None: the whole canvas at once.
+        max_edits: how often a position may be masked again.
+    """
+    rules: dict[str, Callable[[float], Doubt]] = {"low_prob": Unlikely, "other": Outvoted, "logit_diff": Behind}
+    if doubt not in rules:
+        raise ValueError(f"doubt is {doubt!r}; it must be one of {', '.join(rules)}")
+    if threshold is not None and not threshold >= 0:
+        raise ValueError(f"threshold is {threshold}; it must be 0 or more")
+    rule = rules[doubt](DEFAULT_DOUBT[doubt] if threshold is None else threshold)
+    return Strategy(
+        select=Threshold(tau_mask), window=_window(block_length), revise=MaskDoubtful(rule, max_edits=max_edits)
+    )
