@@ -118,13 +118,20 @@ def parse(arguments: list[str], name: str | None) -> tuple[SampleOptions, dict[s
 
 
 def list_strategies() -> str:
-    """One line per strategy: name, first sentence of its description, knobs."""
-    lines = []
+    """Every strategy with its source, when to use it, and its knobs, as Markdown (`docs/strategies.md`)."""
+    from docstring_parser import parse as parse_docstring
+
+    parts = []
     for name, preset in PRESETS.items():
-        words = " ".join((inspect.getdoc(preset) or "").split("\n\n")[0].split())
-        knobs = ", ".join(f"{k}={p.default!r}" for k, p in inspect.signature(preset).parameters.items())
-        lines.append(f"{name}({knobs})\n    {words}")
-    return "\n".join(lines)
+        doc = parse_docstring(preset.__doc__ or "")
+        text = " ".join(" ".join(filter(None, (doc.short_description, doc.long_description))).split())
+        about = {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in doc.params}
+        knobs = [
+            f"- `{knob} = {parameter.default!r}`: {about.get(knob, '')}"
+            for knob, parameter in inspect.signature(preset).parameters.items()
+        ]
+        parts.append("\n".join([f"## {name}", "", text, *([""] if knobs else []), *knobs]))
+    return "\n\n".join(parts)
 
 
 def sample(options: SampleOptions, strategy: str | None, shared: dict[str, Any], knobs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from mdlm.config import MDLMConfig
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers import PRESETS, Canvas, generate, stream
-from mdlm.samplers.__main__ import chosen_strategy, main, parse
+from mdlm.samplers.__main__ import chosen_strategy, list_strategies, main, parse
 from mdlm.samplers.show import HOLE, PLAIN_FRAMES, render, show
 from mdlm.tokenization import num_tokens, padded_vocab_size, train_bpe
 
@@ -129,8 +129,25 @@ def test_no_folder_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_strategies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--strategies"]) == 0
-    listed = [line.split("(")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    listed = [line[3:] for line in capsys.readouterr().out.splitlines() if line.startswith("## ")]
     assert listed == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_strategy_says_what_it_is_and_explains_its_knobs(name: str) -> None:
+    from docstring_parser import parse as parse_docstring
+
+    doc = parse_docstring(PRESETS[name].__doc__ or "")
+    assert doc.short_description
+    explained = {parameter.arg_name for parameter in doc.params if parameter.description}
+    assert explained == set(inspect.signature(PRESETS[name]).parameters)
+
+
+def test_the_page_of_strategies_is_up_to_date() -> None:
+    page = Path(__file__).parents[1] / "docs" / "strategies.md"
+    text = page.read_text(encoding="utf-8")
+    made = "mdlm sample --strategies"
+    assert text.split("\n\n", 2)[2].strip() == list_strategies().strip(), f"make {page.name} again from `{made}`"
 
 
 def test_the_strategy_is_known_before_the_rest_is_parsed() -> None:
