@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GenerationConfig, GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel
@@ -199,6 +200,10 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         super().__init__(config)
         self.model = MDLMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Not made from the model's config: transformers would drop `strategy` when it reads such a file again.
+        self.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        )
         self.post_init()
 
     @can_return_tuple
@@ -273,6 +278,13 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         rows = F.pad(rows, (0, padded - count))
         logits = self.lm_head(hidden.flatten(0, 1).index_select(0, rows))
         return logits if padded == count else logits[:count]
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True: `save_pretrained` and `from_pretrained` keep `generation_config`, whose `strategy` generation uses."""
+        return True
+
+    adjust_generation_fn = GenerationMixin.adjust_generation_fn  # reads generation_config.json; the rest is not ours
 
     def generate(self, inputs: Any, *, tokenizer: Any = None, strategy: Any = None, **options: Any) -> Any:
         """Unmask text: `mdlm.samplers.generate.generate(self, tokenizer, inputs, strategy=..., **options)`."""
