@@ -25,8 +25,10 @@ class Feeding(NamedTuple):
     """Indices of the real tokens in the flattened batch; None: all."""
     places: Int64[Tensor, " fed_tokens"]
     """Where they are written, in the flattened (rows, positions)."""
-    mask: Bool[Tensor, "batch 1 queries positions"] | None
-    """Which positions each fed token attends to; None: all."""
+    seq: int
+    """Positions from here on are not attended to."""
+    mask: Bool[Tensor, "batch 1 fed seq"] | None
+    """Which of the positions before `seq` each fed token attends to; None: all."""
 
     def exchange(
         self,
@@ -43,9 +45,8 @@ class Feeding(NamedTuple):
         for store, new in zip(stored, (key, value)):
             new = new.transpose(1, 2).flatten(0, 1)
             store.flatten(0, 1).index_copy_(0, self.places, new if self.fed is None else new[self.fed])
-        if kv.rows is not None:
-            stored = (stored[0][kv.rows], stored[1][kv.rows])
-        return stored[0].transpose(1, 2), stored[1].transpose(1, 2)
+        keys, values = (store[:, : self.seq] if kv.rows is None else store[kv.rows, : self.seq] for store in stored)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 @dataclass
@@ -78,10 +79,6 @@ class KeyValues:
         layers = [(keys[rows, :seq], values[rows, :seq]) for keys, values in self.layers]
         return KeyValues(self.valid[rows, :seq], layers)
 
-    def forget(self, positions: Bool[Tensor, "rows seq"]) -> None:
-        """Nothing attends to these positions until they are fed again."""
-        self.valid &= ~positions
-
     def feeding(
         self,
         position_ids: Int[Tensor, "batch fed"],
@@ -90,10 +87,11 @@ class KeyValues:
     ) -> Feeding:
         """Mark these positions as valid and say who attends to whom. Raises ValueError if they do not fit the store."""
         batch, seq = len(self.valid) if self.rows is None else len(self.rows), self.valid.shape[1]
-        if position_ids.shape[0] != batch or int(position_ids.max()) >= seq or int(position_ids.min()) < 0:
+        first, last = (int(bound) for bound in position_ids.aminmax())
+        if position_ids.shape[0] != batch or first < 0 or last >= seq:
             raise ValueError(
-                f"position_ids has shape {list(position_ids.shape)} and runs from {int(position_ids.min())} to "
-                f"{int(position_ids.max())}; the store has {batch} rows of positions 0 .. {seq - 1}"
+                f"position_ids has shape {list(position_ids.shape)} and runs from {first} to {last}; the store has "
+                f"{batch} rows of positions 0 .. {seq - 1}"
             )
         rows = torch.arange(batch, device=position_ids.device) if self.rows is None else self.rows
         places = (rows[:, None] * seq + position_ids).flatten()
@@ -102,15 +100,14 @@ class KeyValues:
             fed = real.flatten().nonzero()[:, 0]
             places = places[fed]
         self.valid.view(-1)[places] = True
-        valid = self.valid if self.rows is None else self.valid[self.rows]
-        mask = None if bool(valid.all()) else valid[:, None, None, :]
-        if block_size is not None:
+        if block_size is not None:  # later blocks are out of sight
+            seq = min(seq, (last // block_size + 1) * block_size)
+        mask = (self.valid[:, :seq] if self.rows is None else self.valid[self.rows, :seq])[:, None, None, :]
+        if block_size is not None and first // block_size < last // block_size:
             key_block = torch.arange(seq, device=position_ids.device) // block_size
-            not_before = (position_ids // block_size)[:, None, :, None] >= key_block
-            mask = not_before if mask is None else mask & not_before
-        elif mask is not None:
-            mask = mask.expand(-1, -1, position_ids.shape[1], -1)
-        return Feeding(self, fed, places, mask)
+            mask = mask & ((position_ids // block_size)[:, None, :, None] >= key_block)
+        unmasked = bool(mask.all())
+        return Feeding(self, fed, places, seq, None if unmasked else mask.expand(-1, -1, position_ids.shape[1], -1))
 
 
 def fed_predecessor(

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mdlm.denoiser import Denoiser, as_denoiser
+from mdlm.samplers.cache_policies import CacheName, cache_named
 from mdlm.samplers.canvas import Canvas, Generation
 from mdlm.samplers.driver import Frame, Run, row_keys
 from mdlm.samplers.guidance import Guided
@@ -73,6 +74,7 @@ def generate(
     begin_suppress_tokens: Sequence[int] = (),
     repetition_penalty: float = 1.0,
     guidance: float = 0.0,
+    cache: CacheName | None = None,
     batch_size: int = 16,
     **knobs: Any,
 ) -> Generation:
@@ -102,6 +104,9 @@ def generate(
         repetition_penalty: divides the probability of tokens that the row holds already, prompt included; tokens
             written in the same step count (see `OncePerStep`). 1: none.
         guidance: strength of classifier-free guidance by the prompt (see `Guided`); 0: none. Doubles the evaluations.
+        cache: stored keys and values of earlier forwards, for fewer tokens per forward: `prefix`, `dual`, `delayed` and
+            `interval` are approximations, `block` is exact and for block-causal models, `none` feeds everything (see
+            `mdlm.samplers.cache_policies`, whose objects take intervals). None: the strategy's own.
         batch_size: rows per run; never changes the result.
         **knobs: the strategy's own, see its function in `PRESETS`.
 
@@ -124,6 +129,7 @@ def generate(
         begin_suppress_tokens=begin_suppress_tokens,
         repetition_penalty=repetition_penalty,
         guidance=guidance,
+        cache=cache,
         batch_size=batch_size,
         knobs=knobs,
     )
@@ -154,6 +160,7 @@ def stream(
     begin_suppress_tokens: Sequence[int] = (),
     repetition_penalty: float = 1.0,
     guidance: float = 0.0,
+    cache: CacheName | None = None,
     **knobs: Any,
 ) -> Iterator[Frame]:
     """Watch it unmask: the canvas before the first step and after each one. Arguments as in `generate`, whose result
@@ -174,6 +181,7 @@ def stream(
         begin_suppress_tokens=begin_suppress_tokens,
         repetition_penalty=repetition_penalty,
         guidance=guidance,
+        cache=cache,
         batch_size=1 << 30,
         knobs=knobs,
     )
@@ -203,6 +211,7 @@ def _plan(
     begin_suppress_tokens: Sequence[int],
     repetition_penalty: float,
     guidance: float,
+    cache: str | None,
     batch_size: int,
     knobs: dict[str, Any],
 ) -> Plan:
@@ -225,6 +234,8 @@ def _plan(
     built = _with_eos(built, eos, ends)
     banned = (*suppress_tokens, *ends) if eos == "ban" else tuple(suppress_tokens)
     built = _with_transforms(built, repetition_penalty, banned, tuple(begin_suppress_tokens))
+    if cache is not None:
+        built = dataclasses.replace(built, cache=cache_named(cache))
     if guidance != 0:
         built = dataclasses.replace(built, cache=Guided(guidance, built.cache))
     return Plan(denoiser, canvas, built, seed, tokenizer, isinstance(prompts, Canvas), batch_size)

@@ -88,17 +88,6 @@ def test_only_positions_that_were_fed_are_attended_to() -> None:
     assert torch.equal(kv.valid, real)
 
 
-def test_forgotten_positions_are_not_attended_to() -> None:
-    model = make_model("sdpa", torch.float64, num_hidden_layers=1)  # of one layer keys depend on their own token only
-    ids, kv = tokens(), KeyValues.empty(ROWS, SEQ)
-    position = torch.arange(SEQ).expand(ROWS, -1)
-    feed(model, ids, position >= 0, kv)
-    kv.forget(position >= 3)
-    with torch.no_grad():
-        short = model(ids[:, :3]).logits[:, 2]
-    torch.testing.assert_close(feed(model, ids, position == 2, kv)[:, 2], short, rtol=0, atol=1e-12)
-
-
 def test_what_is_stored_is_what_was_fed_last() -> None:
     """A partial feed changes the store in place: the next part sees the new token, not the old one."""
     model = make_model("sdpa", torch.float64, num_hidden_layers=1)  # of one layer keys depend on their own token only
