@@ -8,6 +8,7 @@ untempered log-probabilities: tempered ones tie near 1, and ties are broken by p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -80,3 +81,63 @@ class DeferEos:
         undecided = step.state.masked.cumsum(dim=1)
         leftmost = step.packed(step.state.masked & (undecided == 1))
         return score.masked_fill(ends & ~leftmost, -torch.inf)
+
+
+@dataclass(frozen=True)
+class DistancePenalty:
+    """`base` minus `penalty` nats per position between here and the first candidate (WeDLM, 2512.22737): what lies far
+    ahead must be surer, so a window fills from the left. With `negative_entropy`: -(H + penalty * distance)."""
+
+    base: Scorer
+    penalty: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.penalty >= 0:
+            raise ValueError(f"penalty is {self.penalty}; it must be 0 or more (nats per position)")
+
+    def __call__(self, step: Step) -> Float[Tensor, " rows"]:
+        """See `Scorer`."""
+        score = self.base(step)
+        if self.penalty == 0:
+            return score
+        row, position = step.index
+        return score - self.penalty * (position - step.candidates.int().argmax(dim=-1)[row])
+
+
+@dataclass(frozen=True)
+class PositionCalibrated:
+    """log of exp(-lam * i) * min(-p * log f, alpha): PC-Sampler / UNCODE (2508.13021).
+
+    i: distance to the start of the window; p: probability of the predicted token; f: its frequency in text, so that
+    common tokens (commas, newlines) do not go first only because they are common.
+    """
+
+    frequencies: Float[Tensor, " vocab"] | None = None
+    """Count or frequency of each token id, any scale; 0 counts as the smallest above 0. None: all the same."""
+    lam: float = 0.25
+    alpha: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.lam >= 0:
+            raise ValueError(f"lam is {self.lam}; it must be 0 (no preference for the start) or more")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha is {self.alpha}; it must be above 0 (nats)")
+        table = self.frequencies
+        if table is not None and not (table.dim() == 1 and bool((table >= 0).all()) and bool(table.sum() > 0)):
+            raise ValueError("frequencies must be one number of 0 or more for each token id, not all 0")
+
+    def __call__(self, step: Step) -> Float[Tensor, " rows"]:
+        """See `Scorer`. Raises ValueError if there is not one frequency per token id."""
+        token = step.predicted
+        row, position = step.index
+        vocab = step.log_probs.shape[-1]
+        if self.frequencies is None:
+            information = torch.full_like(step.best[0], math.log(vocab - 1))
+        else:
+            if len(self.frequencies) != vocab:
+                raise ValueError(f"{len(self.frequencies)} frequencies for {vocab} token ids; give one for each")
+            table = self.frequencies.to(token.device).double()
+            share = (table / table.sum()).clamp(min=table[table > 0].min() / table.sum())
+            information = -share[token].log().to(step.log_probs.dtype)
+        score = (step.of(token) + information.log()).clamp(min=LOWEST, max=math.log(self.alpha))
+        return score - self.lam * (position - step.window.int().argmax(dim=-1)[row])

@@ -53,8 +53,14 @@ def ranks(scores: Float[Tensor, "batch seq"]) -> Int64[Tensor, "batch seq"]:
 
 def at_least_one_of(score_name: str, value: float | int, least: float | int) -> None:
     """Raises ValueError if a knob is below its least value."""
-    if value < least:
+    if not value >= least:
         raise ValueError(f"{score_name} is {value}; it must be {least} or more")
+
+
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError if a knob lies outside [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mdlm.rng import counter_uniform
 
 # Purposes of noise: one position at one step may need several independent numbers.
-NOISE_ORDER, NOISE_TOKEN, NOISE_REVEAL, NOISE_REMASK = 1, 2, 3, 4
+NOISE_ORDER, NOISE_TOKEN, NOISE_REVEAL, NOISE_REMASK, NOISE_RANK = 1, 2, 3, 4, 5
 
 
 class Memory(Protocol):
