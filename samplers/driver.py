@@ -146,7 +146,7 @@ class Run:
             window, block = torch.where(stay[:, None], state.window, window), torch.where(stay, state.block, block)
         state.block_step = torch.where(block == state.block, state.block_step, 0)
         state.block, state.window = block, window
-        step = Step(state, window, window & state.masked, self.mask_token_id)
+        step = Step(state, window, window & state.masked, self.mask_token_id, draw=strategy.draw)
         step.at = step.candidates
         if strategy.select.blind:
             step.at = self._ensure_progress(step, strategy.select(torch.zeros_like(state.log_probs), step))

@@ -89,10 +89,9 @@ class Stability:
     """`base` - `lam` * KL between the last prediction and this one: stability-weighted decoding (2604.17068).
 
     In log space that is the paper's factor exp(-lam * KL) on the score, for any base score and any selector. A
-    heuristic
-    against tokens that still flicker, no guarantee: the KL bounds the dependence on masked context from below only, so
-    a
-    prediction may stand still and yet depend on a masked neighbour (`tests/test_sampler_history.py` has the example).
+    heuristic against tokens that still flicker, no guarantee: the KL bounds the dependence on masked context from below
+    only, so a prediction may stand still and yet depend on a masked neighbour (`tests/test_sampler_history.py` has the
+    example).
 
     `direction`: `prev_now` = KL(previous || now), as in the paper's algorithm; `now_prev` as in its proof. `first`: a
     position without a previous prediction (the first step of a block) is compared with the uniform law, or not at all.

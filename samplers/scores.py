@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mdlm.samplers.draw import truncated_probs
 from mdlm.samplers.state import NOISE_ORDER, Step
 
 Scorer = Callable[[Step], Float[Tensor, " rows"]]
@@ -141,3 +142,20 @@ class PositionCalibrated:
             information = -share[token].log().to(step.log_probs.dtype)
         score = (step.of(token) + information.log()).clamp(min=LOWEST, max=math.log(self.alpha))
         return score - self.lam * (position - step.window.int().argmax(dim=-1)[row])
+
+
+@dataclass(frozen=True)
+class Tempered:
+    """`base` computed from the tempered and truncated law that tokens are drawn from, as Dream does.
+
+    For parity only: sharpened probabilities tie near 1, and ties are taken from the left. At temperature 0 only the
+    truncation acts.
+    """
+
+    base: Scorer
+
+    def __call__(self, step: Step) -> Float[Tensor, " rows"]:
+        """See `Scorer`."""
+        draw = step.draw if step.draw.temperature > 0 else replace(step.draw, temperature=1.0)
+        probs = truncated_probs(step.log_probs, draw)
+        return self.base(replace(step, log_probs=(probs / probs.sum(dim=-1, keepdim=True)).log()))

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from mdlm.rng import counter_uniform
+from mdlm.samplers.draw import Draw
 
 # Purposes of noise: one position at one step may need several independent numbers.
 NOISE_ORDER, NOISE_TOKEN, NOISE_REVEAL, NOISE_REMASK, NOISE_RANK = 1, 2, 3, 4, 5
@@ -119,6 +120,8 @@ class Step:
     """Token drawn for each prediction before positions are selected; None if they are drawn afterwards."""
     attention: Float[Tensor, "batch slots slots"] | None = None
     """Attention between the positions in `at` (see `mdlm.attention_rows`); None unless the selector asks for it."""
+    draw: Draw = field(default_factory=Draw)
+    """How tokens are drawn, for scores of what is drawn from."""
 
     @cached_property
     def index(self) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
