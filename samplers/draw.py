@@ -75,8 +75,10 @@ def truncated_probs(log_probs: Float[Tensor, "rows vocab"], draw: Draw) -> Float
 
 
 def invert_cdf(probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
-    """The token at which the cumulative sum of `probs` passes `uniform` times its total; never one without mass."""
+    """The token at which the cumulative sum of `probs` passes `uniform` times its total; never one without mass. Where
+    `probs` hold NaN, a token that has it: who writes it must look at what it writes."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return torch.where(total.isnan(), probs.argmax(dim=-1), drawn)  # the search would end beyond the vocabulary
