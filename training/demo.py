@@ -15,7 +15,7 @@ PROMPTS = ("def ", "import ", "class ")
 """What the demonstration asks the model to continue."""
 
 
-def demo(output_dir: str = "demo", max_seconds: float = 200.0, fresh: bool = False, tokens: int = 96) -> None:
+def demo(output_dir: str = "demo", max_seconds: float = 240.0, fresh: bool = False, tokens: int = 96) -> None:
     """Train a small model on the built-in corpus, evaluate it, watch it write.
 
     Args:
@@ -31,17 +31,15 @@ def demo(output_dir: str = "demo", max_seconds: float = 200.0, fresh: bool = Fal
     start = time.perf_counter()
     with as_file(files("mdlm.training.recipes") / "demo.yaml") as recipe:
         options = ["--overwrite", "--resume=none"] if fresh else ["--resume=auto"]
-        _run("train", train, [f"--config={recipe}", f"--output_dir={output_dir}", *options, *_length(max_seconds)])
+        limit = f"--train.max_seconds={max_seconds}"
+        _run("train", train, [f"--config={recipe}", f"--output_dir={output_dir}", *options, limit])
     _run("eval", evaluate, [output_dir, "--rows=512", f"--results={output_dir}/results.jsonl"])
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
     length = f"--max_new_tokens={tokens}"
     _run("sample", sample, [output_dir, *prompts, "--strategy=ancestral", length, "--temperature=0.8"])
-    _run("sample", sample, [output_dir, f"--prompt={PROMPTS[0]}", "--strategy=threshold", length, "--show"])
+    watched = ["--strategy=threshold", "--threshold=0.5", "--temperature=0.7", "--repetition_penalty=1.2", "--show"]
+    _run("sample", sample, [output_dir, f"--prompt={PROMPTS[0]}", length, *watched])
     print(f"\ndone in {time.perf_counter() - start:.0f} s; the model is {Path(output_dir).resolve()}")
-
-
-def _length(max_seconds: float) -> list[str]:
-    return [f"--train.max_seconds={max_seconds}"]
 
 
 def _run(command: str, main: Callable[[list[str]], int | None], arguments: list[str]) -> None:
