@@ -14,7 +14,26 @@ from typing import Literal
 
 from mdlm.samplers.ancestral import Ancestral, JointAncestral
 from mdlm.samplers.draw import Draw
+from mdlm.samplers.presets_adaptive import (
+    credit,
+    dream,
+    dus,
+    dynamic,
+    eb,
+    entropy_threshold,
+    factor,
+    hierarchy,
+    klass,
+    llada2,
+    pc,
+    saber,
+    sdar,
+    spaced,
+    swd,
+    wedlm,
+)
 from mdlm.samplers.presets_revise import p2, remdm, t2m, t2t
+from mdlm.samplers.presets_span import adablock, clad, dapd, dcd, depcap, fast_dllm_v2, spans, swordsman
 from mdlm.samplers.scores import SCORES, drawn_probability
 from mdlm.samplers.scores import random as random_score
 from mdlm.samplers.select import Quota, RandomOrder, Threshold, TopK
@@ -120,10 +139,34 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
     "confidence": confidence,
     "threshold": threshold,
     "llada": llada,
+    "dream": dream,
+    "factor": factor,
+    "eb": eb,
+    "dynamic": dynamic,
+    "sdar": sdar,
+    "llada2": llada2,
+    "entropy_threshold": entropy_threshold,
+    "klass": klass,
+    "swd": swd,
+    "credit": credit,
+    "saber": saber,
+    "pc": pc,
+    "wedlm": wedlm,
+    "dus": dus,
+    "spaced": spaced,
+    "hierarchy": hierarchy,
     "remdm": remdm,
     "p2": p2,
     "t2t": t2t,
     "t2m": t2m,
+    "clad": clad,
+    "depcap": depcap,
+    "dapd": dapd,
+    "spans": spans,
+    "adablock": adablock,
+    "swordsman": swordsman,
+    "dcd": dcd,
+    "fast_dllm_v2": fast_dllm_v2,
 }
 
 

@@ -46,7 +46,7 @@ class RisingBar(Looking):
 @dataclass(frozen=True)
 class Backtrack:
     """After a step that committed k tokens, mask the r decided ones again whose probability has fallen most since the
-    last step, r = max(`least` // 2, ceil(k / 8)), but at most k - 1, so every step gains a token. A window that is full is
+    last step, r = max(`least` // 2, ceil(k / 8)), but at most k - 1, so every step gains a token. A full window is
     left as it is.
 
     A token's probability is that of what is written, read in place; in the step after its commit it is compared with
