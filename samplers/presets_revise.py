@@ -53,7 +53,8 @@ def remdm(
         sigma: probability of masking again: `cap` min(eta, largest possible), `rescale` eta times the largest possible,
             `conf` the largest possible shared by softmax(-probability at commit), `loop` eta on a plateau of the mask
             rate and 0 elsewhere.
-        eta: strength in [0, 1]; None: 0.008 (cap), 0.01 (rescale), 0.02 (loop). `conf` takes none.
+        eta: strength in [0, 1]; None: 0.008 (cap), 0.01 (rescale), 0.02 (loop). 0: nothing is masked again; `conf`
+            takes none.
         steps: time steps, per block if there are blocks; only those that reveal something cost a forward.
         block_length: None: the whole canvas at once.
         t_on: time at which the plateau of `loop` begins (time runs from 1 to 0).
@@ -76,7 +77,10 @@ def remdm(
     rate: MaskRate = plateau if sigma == "loop" else even
     process = Process(steps, rule, rate)
     return Strategy(
-        select=Reveal(process), revise=Remask(process), window=_window(block_length), draw=Draw(temperature=1.0)
+        select=Reveal(process),
+        revise=None if eta == 0 else Remask(process),
+        window=_window(block_length),
+        draw=Draw(temperature=1.0),
     )
 
 
