@@ -114,7 +114,7 @@ class Step:
     mask_token_id: int
     at: Bool[Tensor, "batch seq"] | None = None
     """Positions with a prediction; every candidate, unless the selector chose without looking."""
-    log_probs: Float[Tensor, "rows vocab"] = field(default_factory=lambda: torch.empty(0, 0))
+    log_probs: Float[Tensor, "rows vocab"] = field(default_factory=lambda: torch.empty(0, 1))
     """Untempered log-probabilities at `at` after all transforms, packed."""
     drawn: Int64[Tensor, " rows"] | None = None
     """Token drawn for each prediction before positions are selected; None if they are drawn afterwards."""
