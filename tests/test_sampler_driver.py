@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from sampler_tools import (
     HashDenoiser,
     denoiser_for,
     every_strategy,
+    few_steps,
     ragged_canvas,
     same_rows,
     unmask,
@@ -33,11 +35,19 @@ def hot(strategy: Strategy, temperature: float = 1.0) -> Strategy:
     return dataclasses.replace(strategy, draw=dataclasses.replace(strategy.draw, temperature=temperature))
 
 
+@each_preset
+def test_greedy_structure(name: str) -> None:
+    check_structure(hot(build_strategy(name), 0.0))
+
+
 @each_strategy
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_structure(strategy: Strategy, temperature: float) -> None:
+def test_structure(strategy: Strategy) -> None:
+    check_structure(hot(strategy))
+
+
+def check_structure(strategy: Strategy) -> None:
     """Given tokens stay, no mask id is written, every step's books balance, and it ends."""
-    canvas, strategy = ragged_canvas(), hot(strategy, temperature)
+    canvas = ragged_canvas()
     outcome = unmask(denoiser_for(strategy, canvas), canvas, strategy)
     last, given = outcome.last, canvas.real & ~canvas.editable
     for frame in outcome.frames:
@@ -75,12 +85,20 @@ def test_structure(strategy: Strategy, temperature: float) -> None:
         assert torch.equal(last.tokens_fed, last.forwards * canvas.lengths)
 
 
-@each_strategy
-def test_a_row_does_not_know_its_batch(strategy: Strategy) -> None:
+@each_preset
+@pytest.mark.parametrize("block_length", [None, 3])
+def test_a_row_does_not_know_its_batch(name: str, block_length: int | None) -> None:
     """Alone, in a batch, permuted, padded on the left, in smaller batches: one result, counts and all, bit for bit."""
-    canvas, strategy = ragged_canvas(), hot(strategy)
+    if block_length is not None and "block_length" not in inspect.signature(PRESETS[name]).parameters:
+        pytest.skip("has no blocks")
+    canvas = ragged_canvas()
+    try:
+        strategy = hot(few_steps(name, **({} if block_length is None else {"block_length": block_length})))
+    except ValueError:
+        pytest.skip("such blocks contradict another default")
     denoiser = denoiser_for(strategy, canvas)
     exact = isinstance(denoiser, HashDenoiser)
+    canvas = ragged_canvas(nothing_given=exact)
     seeds = [11, 5, 7, 3, 2, 13]
     together = unmask(denoiser, canvas, strategy, seeds).rows()
     for number in range(len(canvas)):
@@ -102,9 +120,9 @@ def test_a_row_does_not_know_its_batch(strategy: Strategy) -> None:
         same_rows(mine, theirs, exact)
 
 
-@each_strategy
-def test_two_interleaved_requests_do_not_see_each_other(strategy: Strategy) -> None:
-    canvas, strategy = ragged_canvas(), hot(strategy)
+@each_preset
+def test_two_interleaved_requests_do_not_see_each_other(name: str) -> None:
+    canvas, strategy = ragged_canvas(), hot(few_steps(name))
     denoiser = denoiser_for(strategy, canvas)
     first, second = (Run(denoiser, canvas, strategy, row_keys(seed, len(canvas))) for seed in (1, 2))
     while not (first.done and second.done):
@@ -121,7 +139,7 @@ def test_two_interleaved_requests_do_not_see_each_other(strategy: Strategy) -> N
 def test_seeds_decide_and_rows_differ(name: str) -> None:
     """The same seed gives the same text, another one another; rows with one prompt differ (Dream #79)."""
     canvas = Canvas.from_prompts([[3, 4]] * 4, 8)
-    strategy = hot(build_strategy(name))
+    strategy = hot(few_steps(name))
     denoiser = denoiser_for(strategy, canvas, scale=2.0)
     once, again, other = (unmask(denoiser, canvas, strategy, seed).last.tokens for seed in (0, 0, 1))
     assert torch.equal(once, again)
@@ -131,7 +149,7 @@ def test_seeds_decide_and_rows_differ(name: str) -> None:
 
 @each_preset
 def test_counts_are_what_the_model_saw(name: str) -> None:
-    canvas, strategy = ragged_canvas(), build_strategy(name)
+    canvas, strategy = ragged_canvas(), few_steps(name)
     if not isinstance(strategy.cache, NoCache):
         pytest.skip("feeds through a cache")
     denoiser = denoiser_for(strategy, canvas)
