@@ -7,9 +7,11 @@ both readings of the published description have the same laws.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import reference
@@ -23,6 +25,7 @@ from mdlm.samplers.ancestral import Ancestral, JointAncestral
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.driver import Run, row_keys
+from mdlm.samplers.presets import build_strategy
 from mdlm.samplers.scores import SCORES, drawn_probability, random
 from mdlm.samplers.select import Quota, RandomOrder, Threshold, TopK
 from mdlm.samplers.state import Step
@@ -40,6 +43,11 @@ def parity(length: int) -> TabularSource:
     return TabularSource(joint / joint.sum(), impossible="uniform")
 
 
+def sampled(name: str, **knobs: Any) -> Strategy:
+    """The preset at temperature 1, tokens drawn after their positions are chosen."""
+    return dataclasses.replace(build_strategy(name, **knobs), draw=SAMPLE)
+
+
 def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -50,6 +58,8 @@ SOURCES: dict[str, ExactSource] = {
     "tabular": TabularSource.random(4, 3, _seeded(2)),
     "copy": CopySource(torch.tensor([0.6, 0.3, 0.1]), 4, impossible="uniform"),
     "parity": parity(5),
+    "nearly certain chain": markov(5, forward=0.995),
+    "nearly independent": TabularSource.random(4, 3, _seeded(3), scale=0.3),
 }
 each_source = pytest.mark.parametrize("name", SOURCES)
 
@@ -163,6 +173,10 @@ FIGURES = {
     "confidence in 3 steps": (Strategy(select=Quota(3), draw=SAMPLE), 1.1513, 3),
     "threshold .6": (Strategy(select=Threshold(0.6), draw=SAMPLE), 1.4613, 2),
     "threshold .8": (Strategy(select=Threshold(0.8), draw=SAMPLE), 0.3869, 4),
+    "dilated": (sampled("dus"), 0.6846, 2),
+    "dilated in a block of 6": (sampled("dus", block_length=6), 0.6846, 2),
+    "entropy bound .5": (sampled("eb", gamma=0.5), 0.3869, 4),
+    "entropy bound 1": (sampled("eb", gamma=1.0), 0.7169, 3),
 }
 
 
@@ -182,6 +196,35 @@ def test_confident_neighbours_are_the_wrong_pair_on_a_chain_and_the_right_one_on
     assert exact_law(chain, confident).kl(p) > exact_law(chain, spread).kl(p)
     assert exact_law(copies, confident).kl(q) < 1e-12  # the three leftmost of equal ones, then their copies
     assert exact_law(copies, spread).kl(q) > 0.1
+
+
+# The entropy budget keeps its promise.
+
+GAMMAS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 100.0)
+
+
+@each_source
+@pytest.mark.parametrize("name_of_score", ["entropy", "probability", "margin"])
+def test_the_entropy_budget_bounds_the_divergence_of_the_whole_run(name: str, name_of_score: str) -> None:
+    """EB (2505.24857): a step that commits U loses at most sum H - max H <= gamma nats, so a run gamma E[NFE]."""
+    source = SOURCES[name]
+    p, nfe = source_law(source), []
+    for gamma in GAMMAS:
+        law = exact_law(source, sampled("eb", gamma=gamma, score=name_of_score))
+        assert law.kl(p) <= gamma * law.nfe + 1e-12
+        nfe.append(law.nfe)
+    if name_of_score == "entropy":
+        assert all(more >= less - 1e-9 for more, less in itertools.pairwise(nfe))
+    assert nfe[-1] == pytest.approx(1.0)
+
+
+def test_an_empty_entropy_budget_still_lets_certain_tokens_join() -> None:
+    """Copies of what is known have no entropy: each joins the next step's one uncertain token."""
+    copies = CopySource(torch.tensor([0.6, 0.3, 0.1]), 6, impossible="uniform")
+    law = exact_law(copies, sampled("eb", gamma=0.0))
+    assert law.kl(source_law(copies)) < 1e-12
+    assert law.nfe == pytest.approx(4.0)  # three free symbols, then the last copy
+    assert law.committed.tolist() == pytest.approx([0, 2, 2, 0, 0, 0, 0])
 
 
 # The driver itself draws from the propagated law.
