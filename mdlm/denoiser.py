@@ -21,6 +21,7 @@ from mdlm.attention_rows import attention_rows, layer_count, noted_inputs
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM, check_kv
 from mdlm.objective import subs_log_probs
+from mdlm.shadow import check_shadows, shadow_logits
 
 MaskStyle = Literal["2d", "4d", "none"]
 MASK_STYLES = ("2d", "4d", "none")
@@ -173,6 +174,26 @@ class ModelDenoiser:
         with noted_inputs(self.model, layer_count(layers, self.model.config.num_hidden_layers)) as noted:
             log_probs = self(tokens, attention_mask=attention_mask, position_ids=position_ids, at=at)
         return log_probs, attention_rows(self.model, noted, at, attention_mask, position_ids)
+
+    def check_shadows(self) -> None:
+        """See `shadow.ShadowDenoiser`."""
+        check_shadows(self.model.config)
+
+    @torch.no_grad()
+    def with_shadows(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        *,
+        at: Bool[Tensor, "batch seq"],
+        shadows: Bool[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+    ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "shadow_rows vocab"]]:
+        """See `shadow.ShadowDenoiser`."""
+        canvas, judged = shadow_logits(self.model, tokens, attention_mask, at, shadows)
+        return (
+            emit_log_probs(canvas, self.mask_token_id, self.num_tokens),
+            emit_log_probs(judged, self.mask_token_id, self.num_tokens),
+        )
 
     @property
     def block_size(self) -> int | None:

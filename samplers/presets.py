@@ -32,7 +32,7 @@ from mdlm.samplers.presets_adaptive import (
     swd,
     wedlm,
 )
-from mdlm.samplers.presets_revise import p2, remdm, t2m, t2t
+from mdlm.samplers.presets_revise import p2, prophet, remdm, t2m, t2t, wino
 from mdlm.samplers.presets_span import adablock, clad, dapd, dcd, depcap, fast_dllm_v2, spans, swordsman
 from mdlm.samplers.scores import SCORES, drawn_probability
 from mdlm.samplers.scores import random as random_score
@@ -159,6 +159,8 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
     "p2": p2,
     "t2t": t2t,
     "t2m": t2m,
+    "wino": wino,
+    "prophet": prophet,
     "clad": clad,
     "depcap": depcap,
     "dapd": dapd,

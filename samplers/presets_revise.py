@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from mdlm.samplers.cache import CachePolicy, NoCache
 from mdlm.samplers.draw import Draw
+from mdlm.samplers.early_exit import EarlyExit
 from mdlm.samplers.edit import Behind, Doubt, EditTokens, MaskDoubtful, Outvoted, Unlikely
 from mdlm.samplers.remdm import (
     Cap,
@@ -22,9 +24,10 @@ from mdlm.samplers.remdm import (
     by_confidence,
     even,
 )
-from mdlm.samplers.select import Threshold
+from mdlm.samplers.select import Quota, Selector, Threshold, TopK
 from mdlm.samplers.strategy import Strategy
 from mdlm.samplers.windows import Blocks, Window, whole
+from mdlm.samplers.wino import MaskedInTurn, NarrowOut, Shadows, WideIn
 
 DEFAULT_ETA = {"cap": 0.008, "rescale": 0.01, "loop": 0.02}
 """ReMDM's `eta` by rule: cap and loop as published."""
@@ -153,3 +156,58 @@ def t2m(
     return Strategy(
         select=Threshold(tau_mask), window=_window(block_length), revise=MaskDoubtful(rule, max_edits=max_edits)
     )
+
+
+def wino(
+    tau_wide: float = 0.6,
+    tau_narrow: float = 0.9,
+    block_length: int | None = 128,
+    verify: Literal["shadow", "masked"] = "shadow",
+    max_edits: int = 16,
+) -> Strategy:
+    """WINO (2507.18578): commits at a low threshold, then masks again what the model, not seeing it, would not write.
+    Fast greedy decoding that can repair itself; a block of n positions takes at most n steps.
+
+    Args:
+        tau_wide: commit probabilities above this, at most 70 % of the block's masks and 20, at least one.
+        tau_narrow: mask again where the leave-one-out probability is below this; 0: never.
+        block_length: None: the whole canvas at once.
+        verify: how a token is left out: `shadow` feeds one more token per decided position (needs our own model under
+            `eager` or `sdpa`; exact for one layer), `masked` one more row per decided position (any model; exact).
+        max_edits: how often a position may be masked again.
+    """
+    if verify not in ("shadow", "masked"):
+        raise ValueError(f"verify is {verify!r}; it must be 'shadow' or 'masked'")
+    narrow = NarrowOut(tau_narrow, max_edits)
+    judge: CachePolicy = Shadows() if verify == "shadow" else MaskedInTurn()
+    return Strategy(
+        select=WideIn(tau_wide),
+        window=_window(block_length),
+        revise=narrow,
+        cache=judge if narrow.reads_decided else NoCache(),
+    )
+
+
+def prophet(
+    steps: int | None = None,
+    gap_early: float = 7.5,
+    gap_middle: float = 5.0,
+    gap_late: float = 2.5,
+    region: tuple[int, int] | None = None,
+    block_length: int | None = None,
+) -> Strategy:
+    """Prophet (2508.19982): decodes by confidence until the two best tokens lie far enough apart everywhere, then
+    writes the rest at once by its most probable tokens. Cheap, and the fewer the surprises of a text the better.
+
+    Args:
+        steps: as many commits per step as fill each block in so many steps; None: one.
+        gap_early: mean gap in nats that ends a block of which less than a third is decided; infinite: never.
+        gap_middle: likewise for less than two thirds.
+        gap_late: likewise after that.
+        region: (first, last + 1), counted from the first position to write: average over these (where the answer is
+            expected) instead of all that is undecided.
+        block_length: None: the whole canvas at once.
+    """
+    base: Selector = TopK(1) if steps is None else Quota(steps)
+    exit_ = EarlyExit(base, (gap_early, gap_middle, gap_late), None if region is None else (region[0], region[1]))
+    return Strategy(select=exit_, window=_window(block_length))
