@@ -41,8 +41,9 @@ def tokens(step: Step, members: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batc
 def first_of_run(members: Bool[Tensor, "batch seq"], max_gap: int = 0) -> Bool[Tensor, "batch seq"]:
     """Members with more than `max_gap` other positions between them and the member before."""
     position = torch.arange(members.shape[1], device=members.device)
-    seen = torch.where(members, position, -members.shape[1] - max_gap).cummax(dim=1).values
-    before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=-members.shape[1] - max_gap)
+    nowhere = -2 - max_gap
+    seen = torch.where(members, position, nowhere).cummax(dim=1).values
+    before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=nowhere)
     return members & (position - before > 1 + max_gap)
 
 
