@@ -32,7 +32,7 @@ from mdlm.samplers.presets_adaptive import (
     swd,
     wedlm,
 )
-from mdlm.samplers.presets_revise import p2, prophet, remdm, t2m, t2t, wino
+from mdlm.samplers.presets_revise import freedave, lopa, p2, prophet, remdm, t2m, t2t, wino
 from mdlm.samplers.presets_span import adablock, clad, dapd, dcd, depcap, fast_dllm_v2, spans, swordsman
 from mdlm.samplers.scores import SCORES, drawn_probability
 from mdlm.samplers.scores import random as random_score
@@ -161,6 +161,8 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
     "t2m": t2m,
     "wino": wino,
     "prophet": prophet,
+    "freedave": freedave,
+    "lopa": lopa,
     "clad": clad,
     "depcap": depcap,
     "dapd": dapd,

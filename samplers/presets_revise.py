@@ -9,6 +9,7 @@ from mdlm.samplers.cache import CachePolicy, NoCache
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.early_exit import EarlyExit
 from mdlm.samplers.edit import Behind, Doubt, EditTokens, MaskDoubtful, Outvoted, Unlikely
+from mdlm.samplers.lookahead import Lookahead
 from mdlm.samplers.remdm import (
     Cap,
     MaskRate,
@@ -25,6 +26,7 @@ from mdlm.samplers.remdm import (
     even,
 )
 from mdlm.samplers.select import Quota, Selector, Threshold, TopK
+from mdlm.samplers.speculate import Speculative
 from mdlm.samplers.strategy import Strategy
 from mdlm.samplers.windows import Blocks, Window, whole
 from mdlm.samplers.wino import MaskedInTurn, NarrowOut, Shadows, WideIn
@@ -211,3 +213,29 @@ def prophet(
     base: Selector = TopK(1) if steps is None else Quota(steps)
     exit_ = EarlyExit(base, (gap_early, gap_middle, gap_late), None if region is None else (region[0], region[1]))
     return Strategy(select=exit_, window=_window(block_length))
+
+
+def freedave(drafts: int = 4, k: int = 1, block_length: int | None = 32) -> Strategy:
+    """FreeDave's lossless self-speculation (2510.00294) over `confidence`: the same tokens in fewer forwards, each of
+    up to `drafts` evaluations. Worth it where a forward of one row leaves the machine idle.
+
+    Args:
+        drafts: canvases per forward, the row's own included; 1: no speculation.
+        k: tokens per step.
+        block_length: None: the whole canvas at once.
+    """
+    return Strategy(select=TopK(k), window=_window(block_length), cache=Speculative(drafts, k))
+
+
+def lopa(branches: int = 4, threshold: float = 0.9, block_length: int | None = 32) -> Strategy:
+    """LoPA (2512.16229): threshold decoding that tries `branches` further commits in one forward and keeps the one that
+    leaves the rest surest, so that more passes the threshold in the next step. Each forward has 1 + branches rows.
+
+    Args:
+        branches: further positions tried per step, one at a time; 0: threshold decoding.
+        threshold: commit every probability of at least this, and one in any case.
+        block_length: None: the whole canvas at once.
+    """
+    return Strategy(
+        select=Lookahead(Threshold(threshold), branches), window=_window(block_length), cache=Speculative(drafts=1)
+    )

@@ -153,7 +153,7 @@ class LeaveOneOut:
 
     def _shadowed(self, lengths: Tensor, tokens: Tensor, open_: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
         assert self.shadows is not None
-        tokens, mask, longest = _trimmed(tokens, lengths)
+        tokens, mask, longest = trimmed(tokens, lengths)
         open_, judged = open_[:, :longest], judged[:, :longest]
         if not bool(judged.any()):
             out = self.denoiser(tokens, attention_mask=mask, at=open_)
@@ -165,7 +165,7 @@ class LeaveOneOut:
         fed = open_.any(dim=-1)
         left_out = torch.zeros_like(judged[row]).scatter_(1, position[:, None], True)
         copies = tokens[row].masked_fill(left_out, self.denoiser.mask_token_id)
-        tokens, mask, longest = _trimmed(torch.cat([tokens[fed], copies]), torch.cat([lengths[fed], lengths[row]]))
+        tokens, mask, longest = trimmed(torch.cat([tokens[fed], copies]), torch.cat([lengths[fed], lengths[row]]))
         at = torch.cat([open_[fed], left_out])[:, :longest]
         out = self.denoiser(tokens, attention_mask=mask, at=at)
         return out[: len(out) - len(row)], out[len(out) - len(row) :]
@@ -174,7 +174,7 @@ class LeaveOneOut:
         """See `Feeder`."""
 
 
-def _trimmed(
+def trimmed(
     tokens: Int64[Tensor, "batch seq"], lengths: Int64[Tensor, " batch"]
 ) -> tuple[Int64[Tensor, "batch longest"], Bool[Tensor, "batch longest"] | None, int]:
     """The rows without columns that are padding in all of them, their attention mask (None: no padding), the width."""
