@@ -1,7 +1,7 @@
 """Selectors that commit as many positions as the predictions allow, and filters on selectors.
 
 - `Factor`: the sorted prefix in which the joint argmax provably equals the marginal ones (Fast-dLLM, 2505.22618, Th.
-1); - `EntropyBudget`: the sorted prefix whose dependence is bounded by its entropies (EB-Sampler, 2505.24857, eq. 5-6);
+1); - `EntropyBudget`: the sorted prefix whose dependence is bounded by its entropies (EB-Sampler, 2505.24857);
 - `Dynamic`: all above a threshold, or a quota (SDAR 2510.06303, LLaDA2.0); - `ShrinkingQuota`: Dream's share of what is
 left, with its Gumbel ranking; - `Hierarchy`: the best position of each run of masks (dInfer, 2510.08666); - `Dilated`:
 strides that halve, blind (DUS, 2506.19037); `MinSpacing`: no two commits of a step closer than that.

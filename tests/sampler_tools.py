@@ -206,3 +206,32 @@ def same_rows(left: dict[str, typing.Any], right: dict[str, typing.Any], exact: 
                 assert x is None or abs(x - y) < 1e-9, f"{x} is not {y}"
         else:
             assert left[name] == right[name], f"{name}: {left[name]} is not {right[name]}"
+
+
+@dataclass
+class DriftDenoiser(HashDenoiser):
+    """As exact as `HashDenoiser`, but each decided token moves the logits of the others only a little: consecutive
+    predictions resemble each other, and the same token tends to lead."""
+
+    coupling: float = 1.0
+    """How far one decided token may move a logit."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """See `Denoiser`."""
+        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+        self.calls, self.rows_fed = self.calls + 1, self.rows_fed + len(tokens)
+        self.tokens_fed += int(real.sum())
+        position, vocab = torch.arange(tokens.shape[1]), torch.arange(self.num_tokens)
+        offset = position[:, None] - position
+        push = counter_uniform(tokens[:, None, :, None], offset[:, :, None], vocab, self.seed, 1)
+        push = (push * 2**20).long() * (real & (tokens != self.mask_token_id))[:, None, :, None]
+        own = counter_uniform(position[:, None], vocab, self.seed, 2)
+        logits = self.scale * own + self.coupling * (push.sum(dim=2) / 2**20)
+        return emit_log_probs(logits if at is None else logits[at], self.mask_token_id, self.num_tokens)
