@@ -24,9 +24,11 @@ from mdlm.samplers.driver import Frame, Run, row_keys
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
 from mdlm.samplers.scores import DeferEos
+from mdlm.samplers.speculate import Speculative
 from mdlm.samplers.stop import EosStop
 from mdlm.samplers.strategy import Strategy, Transform
 from mdlm.samplers.transforms import OncePerStep, RepetitionPenalty, SuppressAtStart, SuppressTokens
+from mdlm.samplers.wino import MaskedInTurn, Shadows
 
 DEFAULT_STRATEGY = "threshold"
 EosPolicy = Literal["stop", "defer", "ignore", "ban"]
@@ -231,10 +233,15 @@ def _plan(
     built = dataclasses.replace(built, draw=dataclasses.replace(built.draw, **changes))
     ends = _end_ids(model, tokenizer, eos_token_id)
     _check_ids((*ends, *suppress_tokens, *begin_suppress_tokens), denoiser)
-    built = _with_eos(built, eos, ends)
+    built = _with_eos(built, eos, ends, draw)
     banned = (*suppress_tokens, *ends) if eos == "ban" else tuple(suppress_tokens)
     built = _with_transforms(built, repetition_penalty, banned, tuple(begin_suppress_tokens))
     if cache is not None:
+        if isinstance(built.cache, (MaskedInTurn, Shadows, Speculative)):
+            raise ValueError(
+                f"this strategy asks the denoiser in its own way ({type(built.cache).__name__}), which cache={cache!r} "
+                "would replace; leave cache out"
+            )
         built = dataclasses.replace(built, cache=cache_named(cache))
     if guidance != 0:
         built = dataclasses.replace(built, cache=Guided(guidance, built.cache))
@@ -301,7 +308,7 @@ def _with_transforms(
     return dataclasses.replace(strategy, transforms=(*strategy.transforms, *transforms))
 
 
-def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...]) -> Strategy:
+def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | None) -> Strategy:
     if eos not in EOS_POLICIES:
         raise ValueError(f"eos is {eos!r}; it must be one of {', '.join(EOS_POLICIES)}")
     if eos in ("stop", "defer") and ends:
@@ -312,6 +319,13 @@ def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...]) -> Strategy:
                 "eos='defer' ranks positions by what they predict, but this strategy chooses them without looking; use "
                 "eos='stop' or another strategy"
             )
+        if strategy.draw.temperature > 0:  # which positions would end the answer is known once they are drawn
+            if draw == "after_select":
+                raise ValueError(
+                    "eos='defer' draws tokens before it selects positions when temperature > 0; leave draw to it, or use "
+                    "eos='stop'"
+                )
+            strategy = dataclasses.replace(strategy, draw=dataclasses.replace(strategy.draw, before_select=True))
         strategy = dataclasses.replace(strategy, score=DeferEos(strategy.score, ends))
     return strategy
 

@@ -36,8 +36,8 @@ class Lookahead(Looking):
         at_least_one_of("branches", self.branches, 0)
         if self.base.blind or self.base.schedule is not None:
             raise ValueError(
-                f"{type(self.base).__name__} chooses without looking or may wait; take a selector that looks and commits "
-                "something in every step"
+                f"{type(self.base).__name__} chooses without looking or may wait; take a selector that looks and "
+                "commits something in every step"
             )
 
     def __call__(self, scores: Float[Tensor, "batch seq"], step: Step) -> Bool[Tensor, "batch seq"]:
