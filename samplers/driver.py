@@ -26,6 +26,7 @@ from mdlm.denoiser import Denoiser
 from mdlm.rng import hash_counters
 from mdlm.samplers.cache import Feeder
 from mdlm.samplers.canvas import Canvas
+from mdlm.samplers.constrain import Paths
 from mdlm.samplers.state import NOISE_TOKEN, State, Step
 from mdlm.samplers.strategy import Strategy
 from mdlm.samplers.windows import PlanningWindow
@@ -109,6 +110,9 @@ class Run:
             block_step=zeros.clone(),
             window=torch.zeros_like(canvas.editable),
         )
+        self.paths: Paths | None = None
+        if strategy.constraint is not None:
+            strategy.constraint.check(self.state, strategy)
         self.finish = ["length"] * rows
         self._ends = canvas.lengths.clone()
         self._kept = {name: getattr(self.state, name).clone() for name in _KEPT}
@@ -161,6 +165,9 @@ class Run:
             step.log_probs = transform(step.log_probs, step)
         if strategy.transforms:
             step.log_probs = normalise(step.log_probs, self.mask_token_id)
+        if strategy.constraint is not None:
+            self.paths = strategy.constraint(step)
+            step.log_probs = self.paths.log_probs
         if isinstance(strategy.window, PlanningWindow):
             state.window = step.window = window & strategy.window.plan(step)
             step.candidates = step.candidates & step.window
@@ -173,9 +180,16 @@ class Run:
         if strategy.select.blind:
             return step.at & step.candidates
         if strategy.draw.before_select:
-            step.drawn = strategy.draw(step.log_probs, step.packed(self.state.uniform(NOISE_TOKEN)))
+            step.drawn = self._draw(step)
         scores = step.dense(strategy.score(step), fill=-torch.inf).masked_fill(~step.candidates, -torch.inf)
         return self._ensure_progress(step, strategy.select(scores, step), scores)
+
+    def _draw(self, step: Step) -> Int64[Tensor, " rows"]:
+        """A token for each prediction: each on its own, or jointly under a constraint."""
+        uniform = step.packed(self.state.uniform(NOISE_TOKEN))
+        if self.paths is not None:
+            return self.paths.draw(self.strategy.draw, uniform)
+        return self.strategy.draw(step.log_probs, uniform)
 
     def _ensure_progress(
         self, step: Step, commit: Bool[Tensor, "batch seq"], scores: Float[Tensor, "batch seq"] | None = None
@@ -197,6 +211,8 @@ class Run:
         chosen = step.packed(commit) if step.log_probs.numel() else commit.new_zeros(0)
         log_probs = step.log_probs if bool(chosen.all()) else step.log_probs[chosen]
         row, position = commit.nonzero(as_tuple=True)
+        if self.paths is not None and step.drawn is None and len(row):
+            step.drawn = self._draw(step)
         if step.drawn is not None:
             tokens = step.drawn[chosen]
         elif len(row):

@@ -22,6 +22,8 @@ from mdlm.samplers.draw import Draw
 # Purposes of noise: one position at one step may need several independent numbers.
 NOISE_ORDER, NOISE_TOKEN, NOISE_REVEAL, NOISE_REMASK, NOISE_RANK = 1, 2, 3, 4, 5
 
+NOISE_STATE = 6
+
 
 class Memory(Protocol):
     """What a component remembers between steps; lives in `State.memory`, so no two runs share it."""

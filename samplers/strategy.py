@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mdlm.samplers.cache import CachePolicy, NoCache
+from mdlm.samplers.constrain import Constraint
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.revise import Reviser
 from mdlm.samplers.scores import Scorer, probability
@@ -32,8 +33,8 @@ log-probability of each commit. It keeps at least one commit of every row; the o
 class Strategy:
     """How a canvas is unmasked; see the module of each kind.
 
-    A step runs them in this order: window, forward (through the cache), transforms, draw (if before selection), score,
-    select, draw (if after), admit, commit, revise, stop.
+    A step runs them in this order: window, forward (through the cache), transforms, constraint (the marginals given
+    it), draw (if before selection), score, select, draw (if after), admit, commit, revise, stop.
     """
 
     score: Scorer = probability
@@ -41,6 +42,7 @@ class Strategy:
     draw: Draw = field(default_factory=Draw)
     window: Window = whole
     admit: Admission | None = None
+    constraint: Constraint | None = None
     revise: Reviser | None = None
     transforms: tuple[Transform, ...] = ()
     stop: tuple[StopRule, ...] = ()
