@@ -152,3 +152,61 @@ def sliding(undecided: Sequence[bool], masks: int, length: int) -> tuple[int, in
     while right < len(undecided) and right - left < length and sum(undecided[left : right + 1]) <= masks:
         right += 1
     return left, right
+
+
+def entropy_end(entropies: dict[int, float], start: int, jump: float, shortest: int, longest: int) -> int:
+    """Where Swordsman ends a block: before the first jump between neighbours that are both undecided."""
+    for i in range(start + shortest, start + longest):
+        if i in entropies and i - 1 in entropies and abs(entropies[i] - entropies[i - 1]) > jump:
+            return i
+    return start + longest
+
+
+def influence_end(
+    now: dict[int, list[float]],
+    then: dict[int, list[float]],
+    start: int,
+    bounds: tuple[int, int],
+    influence: float,
+    most: float,
+) -> int:
+    """Where a block that follows the last one's influence ends: predictions by position, after and before that block,
+    each known for 2 * longest positions from where its block began."""
+    shortest, longest = bounds
+    length, moved, uncertain = 0, 0.0, 0.0
+    for count, i in enumerate(range(start, start + 2 * longest), start=1):
+        compared = i in now and i in then
+        if compared:
+            moved += sum(p * math.log(p / q) for p, q in zip(now[i], then[i]) if p > 0)
+        if i in now:
+            uncertain += entropy(now[i])
+        if (compared and moved / count >= influence) or (i in now and uncertain <= most):
+            length = count
+    return start + min(max(length, shortest), longest)
+
+
+def decode_planned(
+    row: list[int],
+    editable: list[bool],
+    forward: Callable[[list[int]], list[list[float]]],
+    end_of: Callable[[dict[int, list[float]], int], int],
+    threshold: float,
+    mask: int,
+) -> tuple[list[int], list[int], int]:
+    """Greedy threshold decoding in blocks that `end_of(predictions of the undecided positions, start)` ends: tokens,
+    step of each, number of forwards."""
+    row = [mask if e else t for t, e in zip(row, editable)]
+    steps, step, end = [-1] * len(row), 0, 0
+    while True:
+        undecided = [i for i, e in enumerate(editable) if e and steps[i] < 0]
+        if not undecided:
+            return row, steps, step
+        probs = forward(row)
+        if undecided[0] >= end:
+            end = end_of({i: probs[i] for i in undecided}, undecided[0])
+        inside = [i for i in undecided if i < end]
+        best = max(inside, key=lambda i: max(probs[i]))
+        for i in inside:
+            if i == best or max(probs[i]) >= threshold:
+                row[i], steps[i] = probs[i].index(max(probs[i])), step
+        step += 1
