@@ -104,7 +104,7 @@ def byte_automaton(pattern: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         return (b"", other) if bounds[2] == 0 else (bounds, None)
 
     numbers: dict[tuple[Any, Pending], int] = {(characters.initial, b""): 0}
-    queue, rows = [(characters.initial, b"")], []
+    queue, rows = list(numbers), []
     steps: dict[Pending, list[tuple[Pending, int | None] | None]] = {}
     for state, pending in queue:  # grows while it is read
         if pending not in steps:

@@ -10,7 +10,7 @@ the number of state paths that its gaps allow. Scores see the marginals of the r
 given the constraint.
 
 Cost per step, outside the model: a few passes over `[rows, vocab]`, `states * classes` numbers per prediction, and a
-loop over the positions from the first undecided to the last predicted or decided one, of `states^2` numbers per row each.
+loop over the positions from the first undecided to the last predicted or decided one, with `states^2` numbers per row.
 Read next: `automaton.py`.
 """
 

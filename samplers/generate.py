@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from mdlm.denoiser import Denoiser, as_denoiser
 from mdlm.samplers.cache_policies import CacheName, cache_named
 from mdlm.samplers.canvas import Canvas, Generation
+from mdlm.samplers.constrain import regex_constraint
 from mdlm.samplers.driver import Frame, Run, row_keys
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
@@ -77,6 +78,7 @@ def generate(
     repetition_penalty: float = 1.0,
     guidance: float = 0.0,
     cache: CacheName | None = None,
+    regex: str | None = None,
     batch_size: int = 16,
     **knobs: Any,
 ) -> Generation:
@@ -106,6 +108,8 @@ def generate(
         repetition_penalty: divides the probability of tokens that the row holds already, prompt included; tokens
             written in the same step count (see `OncePerStep`). 1: none.
         guidance: strength of classifier-free guidance by the prompt (see `Guided`); 0: none. Doubles the evaluations.
+        regex: a regular expression that the text of each answer matches as a whole, up to its end-of-sequence token
+            (see `token_automaton`, `Constraint`). Needs the tokenizer and the extra `constrain`.
         cache: stored keys and values of earlier forwards, for fewer tokens per forward: `prefix`, `dual`, `delayed` and
             `interval` are approximations, `block` is exact and for block-causal models, `none` feeds everything (see
             `mdlm.samplers.cache_policies`, whose objects take intervals). None: the strategy's own.
@@ -132,6 +136,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         guidance=guidance,
         cache=cache,
+        regex=regex,
         batch_size=batch_size,
         knobs=knobs,
     )
@@ -163,6 +168,7 @@ def stream(
     repetition_penalty: float = 1.0,
     guidance: float = 0.0,
     cache: CacheName | None = None,
+    regex: str | None = None,
     **knobs: Any,
 ) -> Iterator[Frame]:
     """Watch it unmask: the canvas before the first step and after each one. Arguments as in `generate`, whose result
@@ -184,6 +190,7 @@ def stream(
         repetition_penalty=repetition_penalty,
         guidance=guidance,
         cache=cache,
+        regex=regex,
         batch_size=1 << 30,
         knobs=knobs,
     )
@@ -214,6 +221,7 @@ def _plan(
     repetition_penalty: float,
     guidance: float,
     cache: str | None,
+    regex: str | None,
     batch_size: int,
     knobs: dict[str, Any],
 ) -> Plan:
@@ -236,6 +244,9 @@ def _plan(
     built = _with_eos(built, eos, ends, draw)
     banned = (*suppress_tokens, *ends) if eos == "ban" else tuple(suppress_tokens)
     built = _with_transforms(built, repetition_penalty, banned, tuple(begin_suppress_tokens))
+    if regex is not None:
+        closing = ends if eos in ("stop", "defer") else ()
+        built = dataclasses.replace(built, constraint=regex_constraint(regex, tokenizer, denoiser, closing, banned))
     if cache is not None:
         if isinstance(built.cache, (MaskedInTurn, Shadows, Speculative)):
             raise ValueError(
