@@ -55,12 +55,19 @@ def load_model(
         dtype: precision of the weights, a key of `DTYPES`.
         device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
 
+    A folder in a public format (LLaDA, Dream, ...: `mdlm/formats.py`) is converted while it is loaded.
+
     Raises ValueError for a folder that is no checkpoint, an unknown dtype, a tokenizer that does not fit the model.
     """
+    from mdlm.convert import is_public, load_public
+
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     folder = model_folder(path)
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if is_public(folder):
+        converted, own = load_public(folder, DTYPES[dtype], chosen)
+        return converted, load_tokenizer(folder) if own is None else own  # which says that there is none
     tokenizer = load_tokenizer(folder)
     with without_progress_bars():
         model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
