@@ -191,9 +191,8 @@ class Credit:
         assert isinstance(memory, RowMemory)
         fresh = (state.block_step == 0)[:, None]
         width = int(state.block_step.max()) + 1  # slots: at most one is taken per step of a block
-        fade = torch.where(fresh, 0.0, self.decay)[:, :, None]
         token = _resized(memory["token"], width)
-        credit = _resized(memory["credit"], width) * fade
+        credit = (self.decay * _resized(memory["credit"], width)).masked_fill(fresh[:, :, None], 0.0)
         used = memory["used"].masked_fill(fresh, 0)
 
         row, position = step.index

@@ -1,10 +1,11 @@
 """Selectors that commit as many positions as the predictions allow, and filters on selectors.
 
-- `Factor`: the sorted prefix in which the joint argmax provably equals the marginal ones (Fast-dLLM, 2505.22618, Th.
-1); - `EntropyBudget`: the sorted prefix whose dependence is bounded by its entropies (EB-Sampler, 2505.24857);
-- `Dynamic`: all above a threshold, or a quota (SDAR 2510.06303, LLaDA2.0); - `ShrinkingQuota`: Dream's share of what is
-left, with its Gumbel ranking; - `Hierarchy`: the best position of each run of masks (dInfer, 2510.08666); - `Dilated`:
-strides that halve, blind (DUS, 2506.19037); `MinSpacing`: no two commits of a step closer than that.
+- `Factor`: the sorted prefix in which the joint argmax is provably the marginal ones (Fast-dLLM, 2505.22618, Th. 1);
+- `EntropyBudget`: the sorted prefix whose dependence is bounded by its entropies (EB-Sampler, 2505.24857);
+- `Dynamic`: all above a threshold, or a quota (SDAR 2510.06303, LLaDA2.0);
+- `ShrinkingQuota`: Dream's share of what is left, with its random ranking (2508.15487);
+- `Hierarchy`: the best position of each run of masks (dInfer, 2510.08666);
+- `Dilated`: strides that halve, blind; `MinSpacing`: no two commits of a step closer than that (DUS, 2506.19037).
 
 Scores are logarithms of confidences (`scores.py`). Read next: `history.py`, whose rules compare steps.
 """
@@ -76,8 +77,7 @@ class EntropyBudget(Looking):
 
     Sum of H minus the joint entropy is the dependence that drawing independently loses, and it is at most sum - max:
     for an exact denoiser each step loses at most `gamma` nats of KL, a run at most `gamma` per step. Any score may
-    sort.
-    Only for tokens drawn from the untempered marginals after selection.
+    sort. The bound is one for tokens drawn from the untempered marginals after selection.
     """
 
     gamma: float = 0.1
