@@ -18,7 +18,8 @@ and without it by reading everything again from the start: the rows are the same
         saved = stream.state_dict()                                                      # {"row": ..., ...}, JSON
 
 **Where things live**: `data_source` (what the config names), `readers`/`data_hf`/`corpus` (documents), `data_encode`
-(tokens), `data_pack` (rows), `data_stream` (rows of streamed text), `data_batches` (batches). Read next:
+(tokens), `data_pack` (rows), `chat` and `data_examples` (tokens and rows of fine-tuning data), `data_stream` (rows of
+streamed text), `data_batches` (batches). Read next:
 `objective.py`, which noises a `Batch`.
 """
 
@@ -32,8 +33,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mdlm.chat import ExampleEncoder, chat_tokenizer
 from mdlm.data_batches import BatchStream, Data, Report, count_bytes, merge_states
 from mdlm.data_encode import all_documents, encode_documents, encode_source, is_blank, split_draw
+from mdlm.data_examples import ExampleRows, encode_examples, supervision
 from mdlm.data_pack import Batch, Ints, PackedRows, TokenStore
 from mdlm.data_source import DataConfig, held_out, open_source, split_single_file, training_texts
 from mdlm.data_stream import Lane
@@ -71,6 +74,8 @@ def open_data(
     validation_text = open_source(config, validation, validation=True) if elsewhere else None
     if config.streaming:
         return _open_streaming(config, tokenizer, source, fraction, validation_text)
+    if config.records != "text":
+        return _open_examples(config, tokenizer, source, fraction, validation_text)
 
     store, blank = encode_source(source, tokenizer, config.workers)
     _require_text(store, blank, source.name)
@@ -96,6 +101,58 @@ def open_data(
     some = b"".join(store.tokens(int(d)).tobytes() for d in documents[:256])
     fingerprint = _fingerprint(config, tokenizer, store.lengths[documents].tobytes(), some)
     return _data(config, tokenizer, rows, held, report, fingerprint)
+
+
+def _open_examples(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    fraction: float,
+    validation_text: Source | None,
+) -> Data:
+    tokenizer = chat_tokenizer(tokenizer, config.chat_template)
+    encoder = ExampleEncoder(config, tokenizer, config.seq_len, config.seed)
+    store, eos_padding, counts = encode_examples(source, encoder, config.workers)
+    out = held_out(store.draw, fraction)
+    if fraction > 0 and not out.any():
+        raise ValueError(
+            f"{source.name}: there is only one example, so none can be held out; give a validation_source, or set "
+            "validation_fraction=0"
+        )
+
+    def rows(store: TokenStore, which: Ints, training: bool) -> ExampleRows:
+        return ExampleRows(
+            store,
+            which,
+            config.seq_len,
+            config.packing,
+            fill=config.pad_supervision if training else "none",
+            eos_token_id=tokenizer.eos_token_id,
+            shuffle=config.shuffle and training,
+            seed=config.seed,
+            limit=None if training else config.validation_rows,
+        )
+
+    train = rows(store, np.flatnonzero(~out), True)
+    held = None
+    if validation_text is not None:
+        other, _, _ = encode_examples(validation_text, encoder, config.workers)
+        held = rows(other, np.arange(len(other)), False)
+    elif out.any():
+        held = rows(store, np.flatnonzero(out), False)
+    learnt = supervision(train, eos_padding, counts)
+    report = Report(
+        source.name, len(train.documents), 0, train.tokens, train.rows_per_epoch, 0, *_count(held), supervision=learnt
+    )
+    kept = json.dumps([config.pad_supervision, config.turns, config.eos_random, config.records])
+    some = b"".join(store.tokens(int(d)).tobytes() for d in train.documents[:256])
+    parts = (
+        kept.encode(),
+        store.lengths[train.documents].tobytes(),
+        some,
+        b"".join(s.tobytes() for s in store.supervised or ()),
+    )
+    return _data(config, tokenizer, train, held, report, _fingerprint(config, tokenizer, *parts))
 
 
 def _open_streaming(

@@ -6,7 +6,7 @@ Read first: `data.py`, for the order of the rows and how to resume.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from mdlm.data_encode import run_workers
+from mdlm.data_examples import ExampleRows, Supervision
 from mdlm.data_pack import Batch, PackedRows, Row, Tokens, filler_row, make_batch
 from mdlm.data_source import DataConfig
 from mdlm.data_stream import Cursor, Lane, LaneRows, LaneState, check_workers
@@ -41,8 +42,11 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class BatchStream:
     """Endless iterator of training batches of one process; `row` is the global row at which the next batch begins."""
 
-    def __init__(self, data: Data, batch_size: int, row: int, rank: int, world: int) -> None:
+    def __init__(
+        self, data: Data, batch_size: int, row: int, rank: int, world: int, global_batch: int | None = None
+    ) -> None:
         self.row = row
+        self._global_batch = batch_size * world if global_batch is None else global_batch
         self._data, self._batch_size, self._rank, self._world = data, batch_size, rank, world
 
     def __iter__(self) -> BatchStream:
@@ -56,7 +60,7 @@ class BatchStream:
 
     def _row(self, number: int) -> Row:
         assert isinstance(self._data.train, PackedRows)
-        return self._data.train.row(number)
+        return self._data.train.row(number, self._global_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the next batch, fit for JSON: {"row", "fingerprint", "lanes"}; no lanes unless streaming."""
@@ -107,6 +111,8 @@ class Report:
     cut: int
     validation_documents: int
     validation_tokens: int
+    supervision: Supervision | None = None
+    """What is learnt from examples, where records are not plain text."""
 
     def __str__(self) -> str:
         train = (
@@ -117,7 +123,9 @@ class Report:
         blank = f"; {self.blank} documents of whitespace alone were left out" if self.blank else ""
         cut = f"; {self.cut} documents are longer than a row and cut" if self.cut else ""
         held = f"{self.validation_documents} documents, {self.validation_tokens} tokens"
-        return f"{self.source}: {train}; validation {held}{blank}{cut}"
+        return f"{self.source}: {train}; validation {held}{blank}{cut}" + (
+            "" if self.supervision is None else f"\n{self.supervision}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +145,13 @@ class Data:
     token_bytes: Int64[Tensor, " vocab"] = field(repr=False)
     bytes_are_exact: bool
 
+    def report_for(self, global_batch: int) -> Report:
+        """`report` for training in global batches of so many rows, which end tokens may fill up."""
+        if self.report.supervision is None or not isinstance(self.train, ExampleRows):
+            return self.report
+        filled = self.report.supervision.eos_padding + self.train.fill_tokens(global_batch)
+        return replace(self.report, supervision=replace(self.report.supervision, eos_padding=filled))
+
     @property
     def rows_per_epoch(self) -> int | None:
         """Training rows in one pass over the text; None when streaming."""
@@ -154,9 +169,12 @@ class Data:
         rank: int = 0,
         world: int = 1,
         state: dict[str, Any] | None = None,
+        global_batch: int | None = None,
     ) -> BatchStream:
         """Endless micro-batches for process `rank` of `world`, from row `start_row` (None: of `state`, or 0) on.
 
+        `global_batch`: rows of an optimizer step (None: batch_size * world), which `pad_supervision=eos_to_batch` fills
+        up to the longest of them.
         Raises ValueError for a state that other data left, and while streaming wherever the text is at fault.
         """
         _check_split(batch_size, rank, world)
@@ -171,7 +189,7 @@ class Data:
         if start_row < 0:
             raise ValueError(f"start_row={start_row} must not be negative")
         if isinstance(self.train, PackedRows):
-            return BatchStream(self, batch_size, start_row, rank, world)
+            return BatchStream(self, batch_size, start_row, rank, world, global_batch)
         saved = {} if state is None else state["lanes"]
         states = {int(lane): LaneState(row, Cursor(*block)) for lane, (row, block) in saved.items()}
         return _LaneStream(self, batch_size, start_row, rank, world, states)
@@ -191,9 +209,9 @@ class Data:
 
     @cached_property
     def validation_tokens(self) -> int:
-        """Tokens that `validation_batches` evaluates, end tokens included."""
+        """Tokens that `validation_batches` evaluates, end tokens included (of examples: those of the answers)."""
         rows = self._validation_rows()
-        return sum(len(rows.row(r).ids) for r in range(rows.rows_per_epoch))
+        return sum(len(rows.row(r).counted) for r in range(rows.rows_per_epoch))
 
     @cached_property
     def validation_bytes(self) -> float:
@@ -203,10 +221,12 @@ class Data:
         share that the `token_bytes` of the evaluated tokens have.
         """
         rows = self._validation_rows()
-        evaluated = sum(self._table_sum(rows.row(r).ids) for r in range(rows.rows_per_epoch))
+        evaluated = sum(self._table_sum(rows.row(r).counted) for r in range(rows.rows_per_epoch))
         if self.bytes_are_exact:
             return float(evaluated)
-        whole = sum(self._table_sum(rows.store.tokens(int(d))) for d in rows.documents)
+        whole = sum(
+            self._table_sum(rows.store.tokens(int(d))[rows.store.supervised_tokens(int(d))]) for d in rows.documents
+        )
         text_bytes = int(rows.store.text_bytes[rows.documents].sum())
         return float(text_bytes if evaluated == whole else text_bytes * evaluated / whole)
 

@@ -11,8 +11,9 @@ import hashlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +94,24 @@ def _encode_group(tokenizer: PreTrainedTokenizerBase, group: list[Document]) -> 
     )
 
 
-class _Groups(IterableDataset):
-    """Worker w of n reads everything and encodes groups w, w + n, ...: a loader that takes turns restores the order.
+class Groups(IterableDataset):
+    """`encode` of one group of documents after another (it must be picklable).
+
+    Worker w of n reads everything and encodes groups w, w + n, ...: a loader that takes turns restores the order.
 
     An error is an item like others: raised in a worker, its message would drown in the loader's.
     """
 
-    def __init__(self, source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.source, self.tokenizer = source, tokenizer
+    def __init__(self, source: Source, encode: Callable[[list[Document]], Any]) -> None:
+        self.source, self.encode = source, encode
 
-    def __iter__(self) -> Iterator[_Encoded | Exception]:
+    def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         try:
             for number, group in enumerate(groups(all_documents(self.source))):
                 if number % workers == worker:
-                    yield _encode_group(self.tokenizer, group)
+                    yield self.encode(group)
         except (ValueError, FileNotFoundError) as error:
             yield error
 
@@ -118,7 +121,7 @@ def encode_source(source: Source, tokenizer: PreTrainedTokenizerBase, workers: i
     if isinstance(source, DatasetSource):
         return encode_dataset(source, tokenizer, workers)
     parts: list[_Encoded] = []
-    for part in run_workers(_Groups(source, tokenizer), workers):
+    for part in run_workers(Groups(source, partial(_encode_group, tokenizer)), workers):
         if isinstance(part, Exception):
             raise part
         parts.append(part)
@@ -138,6 +141,7 @@ def encode_dataset(
     """`encode_source` of a map-style Hugging Face dataset, by `Dataset.map`, which caches the result where it can."""
     from datasets import Features, List, Value
 
+    assert isinstance(source.column, str), "records of several columns are encoded by data_examples"
     features = Features({"ids": List(Value("int32")), "text_bytes": Value("int64"), "draw": Value("float64")})
     dataset, column = source.dataset, source.column
     if len(dataset) == 0:

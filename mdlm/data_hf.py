@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mdlm.readers import Document, check_text
+from mdlm.readers import Column, Document, check_text, take_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -56,14 +56,15 @@ def load_hub(source: str, name: str | None, split: str, streaming: bool) -> Data
         ) from error
 
 
-def check_column(dataset: Dataset | IterableDataset, name: str, column: str) -> None:
-    """ValueError unless `column` is there and, where its type is known, holds strings."""
+def check_column(dataset: Dataset | IterableDataset, name: str, column: Column) -> None:
+    """ValueError unless `column` is there and, if it is one whose type is known, holds strings."""
     from datasets import Value
 
     names = dataset.column_names
-    if names is not None and column not in names:
-        raise ValueError(f"{name}: no column {column!r}; there are {', '.join(names) or 'none'}")
-    if dataset.features is not None:
+    for wanted in (column,) if isinstance(column, str) else column:
+        if names is not None and wanted not in names:
+            raise ValueError(f"{name}: no column {wanted!r}; there are {', '.join(names) or 'none'}")
+    if dataset.features is not None and isinstance(column, str):
         feature = dataset.features[column]
         if not (isinstance(feature, Value) and feature.dtype in ("string", "large_string")):
             raise ValueError(f"{name}: column {column!r} is {feature}; a string column is needed")
@@ -75,16 +76,18 @@ class DatasetSource:
 
     name: str
     dataset: Dataset
-    column: str
+    column: Column
     num_shards: int = 1
 
     def read(self, shard: int, start: int = 0) -> Iterator[Document]:
         """The documents from row `start` on."""
-        part = self.dataset.with_format(None).select_columns([self.column])
+        names = [self.column] if isinstance(self.column, str) else list(self.column)
+        part = self.dataset.with_format(None).select_columns(names)
         for first in range(start, len(part), _READ_ROWS):
-            for number, text in enumerate(part[first : first + _READ_ROWS][self.column], first):
+            block = part[first : first + _READ_ROWS]
+            for number, values in enumerate(zip(*(block[name] for name in names)), first):
                 where = f"{self.name} row {number}"
-                yield Document(check_text(text, where), where, number)
+                yield Document(take_text(dict(zip(names, values)), self.column, where), where, number)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from mdlm.rng import hash_counters
 Packing = Literal["stream", "documents", "none"]
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
-_DOCUMENT_ORDER, _ROW_ORDER = 1, 2  # purposes a permutation is keyed by
+_DOCUMENT_ORDER, ROW_ORDER = 1, 2  # purposes a permutation is keyed by
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Row:
-    """At most `seq_len` tokens of one row and the places in it where documents begin (or go on: the first is 0)."""
+    """At most `seq_len` tokens of one row and the places in it where documents begin (or go on: the first is 0).
+
+    `supervised` says which tokens may be noised and count in the loss; None = all.
+    """
 
     ids: Tokens
     starts: Ints
+    supervised: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def counted(self) -> Tokens:
+        """The tokens that count."""
+        return self.ids if self.supervised is None else self.ids[self.supervised]
 
 
 _FILLER = Row(np.zeros(0, np.int32), np.zeros(0, np.int64))
@@ -76,19 +85,21 @@ def make_batch(rows: Sequence[Row], numbers: Sequence[int], seq_len: int, packin
     """
     ids = np.full((len(rows), seq_len), pad_token_id, dtype=np.int64)
     real = np.zeros((len(rows), seq_len), dtype=bool)
+    maskable = np.zeros((len(rows), seq_len), dtype=bool)
     positions = np.tile(np.arange(seq_len, dtype=np.int64), (len(rows), 1))
     for i, row in enumerate(rows):
         size = len(row.ids)
         ids[i, :size] = row.ids
         real[i, :size] = True
+        maskable[i, :size] = True if row.supervised is None else row.supervised
         for start in (*row.starts, size):
             positions[i, start:] = np.arange(seq_len - start)
     padded = packing == "none" or not real.all()
     return Batch(
         input_ids=torch.from_numpy(ids),
-        maskable=torch.from_numpy(real),
+        maskable=torch.from_numpy(maskable),
         rows=torch.tensor(numbers, dtype=torch.int64),
-        attention_mask=torch.from_numpy(real.copy()) if padded else None,
+        attention_mask=torch.from_numpy(real) if padded else None,
         position_ids=torch.from_numpy(positions) if packing == "documents" else None,
     )
 
@@ -109,12 +120,14 @@ class TokenStore:
 
     Document `d` of chunk `c` is `values[c][offsets[c][d] : offsets[c][d + 1]]`. Per document: `text_bytes`, the UTF-8
     bytes of its text, and `draw`, a number in [0, 1) that says on which side of the validation split it falls.
+    `supervised` lies beside `values` and says which tokens count; None = all.
     """
 
     values: tuple[Tokens, ...]
     offsets: tuple[Ints, ...]
     text_bytes: Ints
     draw: npt.NDArray[np.float64]
+    supervised: tuple[npt.NDArray[np.bool_], ...] | None = None
     lengths: Ints = field(init=False)
     first: Ints = field(init=False)
 
@@ -128,9 +141,18 @@ class TokenStore:
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Tokens:
         """Tokens `start` to `stop` of a document."""
+        chunk, low, high = self._place(document)
+        return self.values[chunk][low:high][start:stop]
+
+    def supervised_tokens(self, document: int) -> npt.NDArray[np.bool_]:
+        """Which tokens of a document count."""
+        chunk, low, high = self._place(document)
+        return np.ones(high - low, bool) if self.supervised is None else self.supervised[chunk][low:high]
+
+    def _place(self, document: int) -> tuple[int, int, int]:
         chunk = int(np.searchsorted(self.first, document, side="right")) - 1
         low, high = self.offsets[chunk][document - self.first[chunk] :][:2]
-        return self.values[chunk][low:high][start:stop]
+        return chunk, int(low), int(high)
 
 
 class PackedRows:
@@ -174,8 +196,11 @@ class PackedRows:
         self._epoch = -1
         self._order, self._ends, self._row_order = self.documents, np.zeros(0, np.int64), np.zeros(0, np.int64)
 
-    def row(self, number: int) -> Row:
-        """Row `number` of the endless sequence; a pure function of the arguments the object was made with."""
+    def row(self, number: int, global_batch: int = 1) -> Row:
+        """Row `number` of the endless sequence; a pure function of the arguments the object was made with.
+
+        `global_batch` makes no difference here, but to the rows of `data_examples.ExampleRows`.
+        """
         epoch, place = divmod(number, self.rows_per_epoch)
         self._lay_out(epoch if self._shuffle else 0)
         place = int(self._row_order[place * self._available // self.rows_per_epoch])
@@ -198,7 +223,7 @@ class PackedRows:
             return
         if self._shuffle:
             self._order = self.documents[permutation(len(self.documents), self._seed, epoch, _DOCUMENT_ORDER)]
-            self._row_order = permutation(self._available, self._seed, epoch, _ROW_ORDER)
+            self._row_order = permutation(self._available, self._seed, epoch, ROW_ORDER)
         else:
             self._row_order = np.arange(self._available)
         self._ends = np.cumsum(self.store.lengths[self._order])

@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mdlm.chat import ExampleConfig, record_text
 from mdlm.corpus import builtin_source
 from mdlm.data_encode import all_documents, is_blank, split_draw
 from mdlm.data_hf import DatasetSource, StreamSource, check_column, is_saved_dataset, load_hub, load_saved
 from mdlm.data_pack import Packing
-from mdlm.readers import READERS, SUFFIXES, Document, FileSource, Source, TextSource, find_files
+from mdlm.readers import READERS, SUFFIXES, Column, Document, FileSource, Source, TextSource, find_files
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    GivenText: TypeAlias = list[str] | tuple[str, ...] | Dataset | IterableDataset
+    GivenText: TypeAlias = list[Any] | tuple[Any, ...] | Dataset | IterableDataset
 
 Format = Literal["auto", "text", "lines", "jsonl", "parquet", "saved", "hub"]
 _FORMATS = ("auto", *READERS, "saved", "hub")
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Where the text comes from and how it is cut into rows."""
+class DataConfig(ExampleConfig):
+    """Where the text comes from and how it is cut into rows; for fine-tuning, what a record is (`ExampleConfig`)."""
 
     source: str = "builtin"
     """`builtin` (the standard library of this Python), a file, a folder, a glob, a folder written by `save_to_disk`, or
@@ -66,6 +67,7 @@ class DataConfig:
     """Processes that tokenise beside the main one (beforehand, or streaming). Never changes the rows."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         allowed: dict[str, tuple[Any, ...]] = {"format": _FORMATS, "packing": ("stream", "documents", "none")}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
@@ -79,6 +81,32 @@ class DataConfig:
             raise ValueError(f"validation_fraction={self.validation_fraction}: a share from 0 to 0.5 is needed")
         if not self.source:
             raise ValueError("source is empty: name a file, folder, glob or dataset, or 'builtin'")
+        if self.records != "text":
+            self._check_records()
+
+    def _check_records(self) -> None:
+        if self.packing == "stream":
+            raise ValueError(
+                f"records={self.records!r} with packing='stream' would let examples see each other and cut them: use "
+                "packing='none' (one example per row) or 'documents' (several whole ones)"
+            )
+        if self.packing != "none" and self.pad_supervision in ("eos_to_batch", "eos_to_length"):
+            raise ValueError(
+                f"pad_supervision={self.pad_supervision!r} fills a row up behind its one example: use packing='none'; "
+                "packed rows go with 'eos_one' or 'none'"
+            )
+        if self.streaming:
+            raise ValueError(f"records={self.records!r} are read before training: set streaming=false")
+        if self.format in ("text", "lines") or (self.source == "builtin" and self.format == "auto"):
+            raise ValueError(
+                f"records={self.records!r} have keys or columns, which plain text has not: the source must be JSON "
+                f"lines, parquet or a dataset; got source={self.source!r}, format={self.format!r}"
+            )
+
+    @property
+    def column(self) -> Column:
+        """What a reader must take from a record."""
+        return self.text_column if self.records == "text" else self.record_columns
 
     @property
     def holds_out(self) -> float:
@@ -100,7 +128,7 @@ def open_source(config: DataConfig, given: GivenText | None = None, *, validatio
     else:
         name, dataset = "dataset", given
     if isinstance(dataset, list | tuple):
-        return TextSource.of(dataset)
+        return TextSource.of(dataset, column=config.column)
     if isinstance(dataset, FileSource | TextSource):
         return dataset
     return _from_dataset(config, dataset, f"{name}[{split}]" if given is None else name)
@@ -115,7 +143,11 @@ def _named(config: DataConfig, name: str, split: str) -> FileSource | TextSource
     if config.format == "hub" or (config.format == "auto" and not path.exists() and not _looks_local(name)):
         return load_hub(name, config.name, split, config.streaming)
     paths, format = find_files(name, config.format)
-    return FileSource(name, paths, format, config.text_column)
+    if config.records != "text" and format not in ("jsonl", "parquet"):
+        raise ValueError(
+            f"{name}: records={config.records!r} need JSON lines, parquet or a dataset; the files are {format}"
+        )
+    return FileSource(name, paths, format, config.column)
 
 
 def _looks_local(name: str) -> bool:
@@ -133,10 +165,10 @@ def _from_dataset(config: DataConfig, dataset: Any, name: str) -> Source:
             f"{name}: needs a list of strings, a datasets.Dataset or an IterableDataset, not {type(dataset).__name__}"
             + ("; choose one of its splits" if isinstance(dataset, dict) else "")
         )
-    check_column(dataset, name, config.text_column)
+    check_column(dataset, name, config.column)
     if isinstance(dataset, Dataset):
         if not config.streaming:
-            return DatasetSource(name, dataset, config.text_column)
+            return DatasetSource(name, dataset, config.column)
         if len(dataset) == 0:
             raise ValueError(f"{name}: the dataset is empty")
         dataset = dataset.to_iterable_dataset(num_shards=min(config.lanes, len(dataset)))
@@ -186,4 +218,4 @@ def training_texts(
     out = iter(held_out(draws, fraction))
     for document in all_documents(source):
         if not is_blank(document.text) and not next(out):
-            yield document.text
+            yield document.text if config.records == "text" else record_text(document)

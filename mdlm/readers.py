@@ -14,11 +14,11 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".json", ".ndjson"),
@@ -44,6 +44,10 @@ class Document:
     side: Literal["train", "validation"] | None = None
 
 
+Column: TypeAlias = "str | tuple[str, ...]"
+"""The column that holds the text; or several, whose values become one text: a JSON object (see `chat.py`)."""
+
+
 class Source(Protocol):
     """Documents in `num_shards` shards; `read(shard, start)` begins at record `start`. Must be picklable."""
 
@@ -65,10 +69,12 @@ class TextSource:
     num_shards: int = 1
 
     @classmethod
-    def of(cls, texts: list[str] | tuple[str, ...], name: str = "texts") -> TextSource:
-        """Wrap a list of strings; raises ValueError for an item that is not a string or not encodable."""
+    def of(cls, texts: Sequence[Any], name: str = "texts", column: Column = "text") -> TextSource:
+        """Wrap a list of strings, or with several columns of dicts; raises ValueError for any other or bad item."""
         places = (f"{name}[{i}]" for i in range(len(texts)))
-        return cls(tuple(Document(check_text(t, w), w, i) for i, (t, w) in enumerate(zip(texts, places))), name)
+        if isinstance(column, str):
+            return cls(tuple(Document(check_text(t, w), w, i) for i, (t, w) in enumerate(zip(texts, places))), name)
+        return cls(tuple(Document(take_text(t, column, w), w, i) for i, (t, w) in enumerate(zip(texts, places))), name)
 
     def read(self, shard: int, start: int = 0) -> Iterator[Document]:
         """The documents from number `start` on."""
@@ -82,7 +88,7 @@ class FileSource:
     name: str
     paths: tuple[Path, ...]
     format: str
-    column: str = "text"
+    column: Column = "text"
 
     @property
     def num_shards(self) -> int:
@@ -112,6 +118,19 @@ def check_text(value: Any, where: str) -> str:
             "which stands for no character; repair or remove it"
         ) from error
     return value
+
+
+def take_text(record: Any, column: Column, where: str) -> str:
+    """The text of a record: one column, or several as one JSON object. ValueError where a column is missing."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{where}: expected a record (JSON object), found {type(record).__name__}")
+    wanted = (column,) if isinstance(column, str) else column
+    missing = [name for name in wanted if name not in record]
+    if missing:
+        raise ValueError(f"{where}: no column {missing[0]!r}; there are {', '.join(sorted(record)) or 'none'}")
+    if isinstance(column, str):
+        return check_text(record[column], where)
+    return check_text(json.dumps({name: record[name] for name in column}, ensure_ascii=False, default=repr), where)
 
 
 def find_files(source: str, format: str = "auto") -> tuple[tuple[Path, ...], str]:
@@ -175,7 +194,7 @@ def _decode(raw: bytes, path: Path, first_line: int) -> str:
         ) from error
 
 
-def read_whole(path: Path, column: str, start: int) -> Iterator[Document]:
+def read_whole(path: Path, column: Column, start: int) -> Iterator[Document]:
     """The whole file as one document."""
     if start == 0:
         with _open(path) as file:
@@ -194,13 +213,13 @@ def _lines(path: Path, start: int) -> Iterator[tuple[int, str]]:
                     yield number, line
 
 
-def read_lines(path: Path, column: str, start: int) -> Iterator[Document]:
+def read_lines(path: Path, column: Column, start: int) -> Iterator[Document]:
     """Every line that is not empty is a document."""
     for number, line in _lines(path, start):
         yield Document(line, f"{path}:{number + 1}", number)
 
 
-def read_jsonl(path: Path, column: str, start: int) -> Iterator[Document]:
+def read_jsonl(path: Path, column: Column, start: int) -> Iterator[Document]:
     """Every line is a JSON object whose entry `column` is the text; empty lines are left out."""
     for number, line in _lines(path, start):
         where = f"{path}:{number + 1}"
@@ -213,12 +232,10 @@ def read_jsonl(path: Path, column: str, start: int) -> Iterator[Document]:
                 f"{where}: expected a JSON object per line, found {type(record).__name__}; a file that is one JSON "
                 "array must be rewritten with one object per line"
             )
-        if column not in record:
-            raise ValueError(f"{where}: no column {column!r}; there are {', '.join(sorted(record)) or 'none'}")
-        yield Document(check_text(record[column], where), where, number)
+        yield Document(take_text(record, column, where), where, number)
 
 
-def read_parquet(path: Path, column: str, start: int) -> Iterator[Document]:
+def read_parquet(path: Path, column: Column, start: int) -> Iterator[Document]:
     """Every row's entry `column` is a document. Row groups before record `start` are not read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -229,9 +246,11 @@ def read_parquet(path: Path, column: str, start: int) -> Iterator[Document]:
         raise ValueError(f"{path}: not a parquet file: {error}") from error
     with file:
         schema = file.schema_arrow
-        if column not in schema.names:
-            raise ValueError(f"{path}: no column {column!r}; there are {', '.join(schema.names)}")
-        kind = schema.field(column).type
+        names = (column,) if isinstance(column, str) else column
+        for name in names:
+            if name not in schema.names:
+                raise ValueError(f"{path}: no column {name!r}; there are {', '.join(schema.names)}")
+        kind = schema.field(column).type if isinstance(column, str) else pa.string()
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise ValueError(f"{path}: column {column!r} is of type {kind}; a string column is needed")
@@ -241,11 +260,12 @@ def read_parquet(path: Path, column: str, start: int) -> Iterator[Document]:
             if number + rows <= start:
                 number += rows
                 continue
-            for batch in file.iter_batches(batch_size=512, row_groups=[group], columns=[column]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(batch_size=512, row_groups=[group], columns=list(names)):
+                for values in zip(*(batch.column(name) for name in names)):
                     if number >= start:
                         where = f"{path}: row {number}"
-                        yield Document(check_text(_utf8(value, where), where), where, number)
+                        record = {name: _utf8(value, where) for name, value in zip(names, values)}
+                        yield Document(take_text(record, column, where), where, number)
                     number += 1
 
 
@@ -256,7 +276,7 @@ def _utf8(value: Any, where: str) -> Any:
         raise ValueError(f"{where}: not valid UTF-8 ({error.reason})") from error
 
 
-READERS: dict[str, Callable[[Path, str, int], Iterator[Document]]] = {
+READERS: dict[str, Callable[[Path, Column, int], Iterator[Document]]] = {
     "text": read_whole,
     "lines": read_lines,
     "jsonl": read_jsonl,

@@ -203,9 +203,14 @@ def check_vocab(tokenizer: PreTrainedTokenizerBase, config: MDLMConfig) -> None:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[str] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    places: Sequence[str] | None = None,
+    special: bool = False,
 ) -> list[npt.NDArray[np.int32]]:
     """Token ids of each text, without any special token: one spelt out in the text is encoded as plain text.
+
+    With `special` a special token spelt out is that token, as in the output of a chat template.
 
     Long texts are cut into pieces of about 262 144 characters, after a line where possible, and the pieces encoded in
     parallel. `places` names the texts in error messages. Raises ValueError for a text that is not a `str` UTF-8 can
@@ -224,7 +229,7 @@ def encode_texts(
         tokenizer(
             pieces,
             add_special_tokens=False,
-            split_special_tokens=True,
+            split_special_tokens=not special,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,

@@ -332,5 +332,6 @@ def _introduction(run: Run) -> str:
     return (
         f"{parameters / 1e6:.2f} M parameters; {batch.global_batch} rows of {run.config.data.seq_len} tokens a step = "
         f"{run.accelerator.num_processes} process(es) x {run.accumulation} x {run.micro_batch}; "
-        f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}\n{run.data.report}"
+        f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}\n"
+        f"{run.data.report_for(batch.global_batch)}"
     )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mdlm import checkpoint as ck
+from mdlm.chat import chat_tokenizer
 from mdlm.config import MDLMConfig
 from mdlm.data import BatchStream, Data, open_data, training_texts
 from mdlm.modeling import MDLMForMaskedLM
@@ -284,7 +285,7 @@ def set_up(config: TrainConfig) -> Run:
     accelerator = start_accelerator(config)
     resume = check_output(config)
     accumulation = config.train.accumulation(accelerator.num_processes)
-    tokenizer = make_tokenizer(config, resume, accelerator)
+    tokenizer = chat_tokenizer(make_tokenizer(config, resume, accelerator), config.data.chat_template)
     core = make_model(config, resume, tokenizer)
     data = open_data(dataclasses.replace(config.data, seed=config.seed), tokenizer)
     if config.validation.every and data.validation is None:

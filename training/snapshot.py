@@ -144,6 +144,7 @@ def open_stream(run: Run) -> BatchStream:
         rank=run.accelerator.process_index,
         world=run.accelerator.num_processes,
         state=run.position,
+        global_batch=run.config.train.global_batch,
     )
 
 
