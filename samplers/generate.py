@@ -101,7 +101,8 @@ def generate(
         draw: whether tokens are drawn before or after positions are selected; None: the strategy's own.
         eos: `stop`: a row ends at its first end-of-sequence token once everything left of it is written. `defer`: like
             stop, and such a token is committed only as the leftmost undecided one, so that it cannot cut an answer
-            short. `ignore`: a token like any other. `ban`: never written.
+            short (at temperature > 0 it draws before it selects). `ignore`: a token like any other. `ban`: never
+            written.
         eos_token_id: which tokens end a sequence; None: the tokenizer's, else the model's.
         suppress_tokens: ids that are never written.
         begin_suppress_tokens: ids that are never written first.
