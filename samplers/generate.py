@@ -334,8 +334,8 @@ def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | N
         if strategy.draw.temperature > 0:  # which positions would end the answer is known once they are drawn
             if draw == "after_select":
                 raise ValueError(
-                    "eos='defer' draws tokens before it selects positions when temperature > 0; leave draw to it, or use "
-                    "eos='stop'"
+                    "eos='defer' draws tokens before it selects positions when temperature > 0; leave draw out, or "
+                    "use eos='stop'"
                 )
             strategy = dataclasses.replace(strategy, draw=dataclasses.replace(strategy.draw, before_select=True))
         strategy = dataclasses.replace(strategy, score=DeferEos(strategy.score, ends))
