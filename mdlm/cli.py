@@ -19,6 +19,7 @@ COMMANDS = {
     "sample": ("mdlm.samplers.__main__", "generate text from a checkpoint with any unmasking strategy"),
     "eval": ("mdlm.eval.__main__", "validation NELBO, bits per byte and speed of a checkpoint, as JSON lines"),
     "convert": ("mdlm.convert", "turn public checkpoints (LLaDA, Dream, SDAR, ...; causal models) into ours, and back"),
+    "merge": ("mdlm.adapter", "add a LoRA adapter to its base and write the plain model"),
     "plan": ("mdlm.training.plan", "predict time, utilisation and bytes of training on a slow network"),
     "demo": ("mdlm.training.demo", "train a small model on the built-in corpus, evaluate it, watch it write"),
 }

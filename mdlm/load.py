@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from mdlm.adapter import ADAPTER_FOLDER, adapter_base, has_adapter, merge_into
 from mdlm.checkpoint import list_checkpoints
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.tokenization import check_vocab, load_tokenizer
@@ -55,7 +56,7 @@ def load_model(
         dtype: precision of the weights, a key of `DTYPES`.
         device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
 
-    A folder in a public format (LLaDA, Dream, ...: `mdlm/formats.py`) is converted while it is loaded.
+    An adapter is merged into its base (`mdlm/adapter.py`). A folder in a public format (LLaDA, Dream, ...: `mdlm/formats.py`) is converted while it is loaded.
 
     Raises ValueError for a folder that is no checkpoint, an unknown dtype, a tokenizer that does not fit the model.
     """
@@ -69,8 +70,14 @@ def load_model(
         converted, own = load_public(folder, DTYPES[dtype], chosen)
         return converted, load_tokenizer(folder) if own is None else own  # which says that there is none
     tokenizer = load_tokenizer(folder)
-    with without_progress_bars():
-        model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    if has_adapter(folder):
+        base = adapter_base(folder / ADAPTER_FOLDER)
+        model, _ = load_model(base, device="cpu")
+        merge_into(model, folder / ADAPTER_FOLDER, base)
+        torch.nn.Module.to(model, DTYPES[dtype])
+    else:
+        with without_progress_bars():
+            model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
     check_vocab(tokenizer, model.config)
     model.to(torch.device(chosen))  # type: ignore[arg-type]
     return model.eval(), tokenizer

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -104,8 +105,10 @@ def tensors(public: dict[str, Any], dtype: torch.dtype = torch.float32, seed: in
     for n in range(public["num_hidden_layers"]):
         at = f"model.layers.{n}."
         out |= {
-            at + "self_attn.q_proj.weight": draw(heads * dim, width), at + "self_attn.k_proj.weight": draw(kv * dim, width),
-            at + "self_attn.v_proj.weight": draw(kv * dim, width), at + "self_attn.o_proj.weight": draw(width, heads * dim),
+            at + "self_attn.q_proj.weight": draw(heads * dim, width),
+            at + "self_attn.k_proj.weight": draw(kv * dim, width),
+            at + "self_attn.v_proj.weight": draw(kv * dim, width),
+            at + "self_attn.o_proj.weight": draw(width, heads * dim),
             at + "mlp.gate_proj.weight": draw(hidden, width), at + "mlp.up_proj.weight": draw(hidden, width),
             at + "mlp.down_proj.weight": draw(width, hidden), at + "input_layernorm.weight": draw(width, around=1.0),
             at + "post_attention_layernorm.weight": draw(width, around=1.0),
@@ -128,11 +131,27 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder: Path, mask: bool = True) -> None:
-    """The tokenizer's files; with padding = end as in most public models, and without a mask token if `mask` is False."""
+    """The tokenizer's files. Padding = end, as in most public models; `mask` False: the mask token is not named."""
     names = {"mask_token": "<|mask|>"} if mask else {}
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer().backend_tokenizer, eos_token="<|eos|>", pad_token="<|eos|>", **names
     ).save_pretrained(folder)
+
+
+@cache
+def maskless() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 280 tokens as causal models have: special are only the end (id 0) and a spare token (1)."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|end|>", "<|spare|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor], files: int = 1) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from mdlm.config import MDLMConfig
 from mdlm.convert import convert, load_public
 from mdlm.load import load_model
 from mdlm.modeling import MDLMForMaskedLM
+from mdlm.public_weights import Stored
 
 NAMES = list(pf.CONFIGS)
 PADDING = {"dense": (0, 0), "left": (3, 0), "right": (0, 4)}
@@ -223,3 +227,61 @@ def test_nothing_is_written_over_and_nothing_half_written(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         convert(str(tmp_path / "src"), str(tmp_path / "new"))
     assert {p.name for p in tmp_path.iterdir()} == {"src", "there"}
+
+
+def test_tensors_are_read_once_and_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pf.make_folder(tmp_path / "src", "llada", dtype=torch.bfloat16, files=2)
+    alive: list[weakref.ref[Tensor]] = []
+    names, most = [], 0
+    plain = Stored.read
+
+    def counted(self: Stored) -> Tensor:
+        nonlocal most
+        tensor = plain(self)
+        names.append(self.name)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(there() is not None for there in alive))
+        return tensor
+
+    monkeypatch.setattr(Stored, "read", counted)
+    convert(str(tmp_path / "src"), str(tmp_path / "ours"), max_file_bytes=20_000)
+    assert most <= 2  # the one just read, and the one before until its name is given away
+    assert sorted(names) == sorted(pf.tensors(pf.CONFIGS["llada"]))
+    assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
+    assert same_bits(folder_tensors(tmp_path / "ours"), dict(load_model(tmp_path / "ours", "bfloat16")[0].state_dict()))
+
+
+MEASURE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from pathlib import Path
+import public_folders as pf
+from mdlm.convert import convert, load_public
+
+torch.set_num_threads(1)
+root = Path(sys.argv[2])
+status = lambda key: int(next(l for l in open("/proc/self/status") if l.startswith(key)).split()[1]) * 1024
+pf.make_folder(root / "small", "llada")
+load_public(root / "small")
+convert(str(root / "small"), str(root / "small-ours"))
+size = sum(f.stat().st_size for f in (root / "big").glob("*.safetensors"))
+before = status("VmRSS")
+convert(str(root / "big"), str(root / "ours"))
+converting = (status("VmHWM") - before) / size
+before = status("VmRSS")
+kept = load_public(root / "big")
+print(json.dumps([converting, (status("VmHWM") - before) / size]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's process accounting")
+def test_memory_stays_within_the_checkpoint(tmp_path: Path) -> None:
+    sizes = {"d_model": 384, "mlp_hidden_size": 1024, "n_layers": 8}
+    pf.make_folder(tmp_path / "big", "llada", files=2, **sizes)
+    command = [sys.executable, "-c", MEASURE, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    converting, loading = json.loads(done.stdout.splitlines()[-1])
+    assert converting <= 0.3
+    assert 0.9 <= loading <= 1.3
