@@ -1,8 +1,8 @@
 """Which positions does a prediction read from? Attention weights between the positions asked for, and no others.
 
 Span-level samplers (CLAD, 2605.29607; DAPD, 2603.12996) decide by attention what may be committed together. Asking a
-network for all its weights would cost [heads, seq, seq] per layer and rule out flash attention. Here the inputs of the
-last layers' attention are noted while the one forward runs, whatever implementation runs it, and softmax(q k / sqrt d)
+network for all its weights would cost [heads, seq, seq] per layer and rule out flash attention. Here the queries and
+keys of the last layers are noted while the one forward runs, whatever implementation runs it, and softmax(q k / sqrt d)
 is computed again for the rows of interest only. Values are normalised over everything the row sees, padding excluded;
 only then are the columns of interest taken. Read next: `samplers/conflicts.py`, which uses them.
 """
@@ -10,17 +10,17 @@ only then are the columns of interest taken. Read next: `samplers/conflicts.py`,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mdlm.attention import FlashPlan, document_ids, previous_in_document, token_positions
-from mdlm.layers import MDLMAttention, rotary_angles, rotate
+from mdlm.layers import rotary_angles, rotate
 from mdlm.modeling import MDLMForMaskedLM
 
 
@@ -46,19 +46,30 @@ def slots(at: Bool[Tensor, "batch seq"]) -> tuple[Int[Tensor, "batch slots"], Bo
     return index, used
 
 
-@contextmanager
-def noted_inputs(model: MDLMForMaskedLM, layers: int) -> Iterator[dict[nn.Module, Float[Tensor, "..."]]]:
-    """While open, the input of the attention of the last `layers` layers, `[batch, seq, width]` or, under flash
+class Heads(NamedTuple):
+    """Queries and keys of one layer, normalised and not yet rotated: `[batch, seq, heads, dim]`, or, under flash
     attention, packed as `FlashPlan` says."""
-    noted: dict[nn.Module, Tensor] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden"]
-        assert module not in noted, "one forward at a time"
-        noted[module] = hidden
+    query: Float[Tensor, "..."]
+    key: Float[Tensor, "..."]
 
-    modules = [layer.self_attn for layer in model.model.layers[-layers:]]
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+
+@contextmanager
+def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[list[Heads]]:
+    """While open, one forward notes the queries and keys of the last `layers` layers here."""
+    noted: list[Heads] = []
+    queries: list[Tensor] = []
+
+    def note_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        queries.append(output)
+
+    def note_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        noted.append(Heads(queries.pop(), output))
+
+    handles = []
+    for layer in model.model.layers[-layers:]:
+        handles.append(layer.self_attn.q_norm.register_forward_hook(note_query))
+        handles.append(layer.self_attn.k_norm.register_forward_hook(note_key))
     try:
         yield noted
     finally:
@@ -68,13 +79,13 @@ def noted_inputs(model: MDLMForMaskedLM, layers: int) -> Iterator[dict[nn.Module
 
 def attention_rows(
     model: MDLMForMaskedLM,
-    noted: dict[nn.Module, Float[Tensor, "..."]],
+    noted: Sequence[Heads],
     at: Bool[Tensor, "batch seq"],
     attention_mask: Bool[Tensor, "batch seq"] | None,
     position_ids: Int[Tensor, "batch seq"] | None,
 ) -> Float[Tensor, "batch slots slots"]:
     """Attention from the prediction of each position in `at` to each position in `at`, mean over heads and over the
-    layers in `noted`; float32 or better, 0 in unused slots (see `slots`).
+    layers noted; float32 or better, 0 in unused slots (see `slots`).
 
     The row of position i is that of the token its prediction is read from: of i itself, or, in a model with shifted
     logits, of the token before it. Columns are the positions themselves.
@@ -99,43 +110,32 @@ def attention_rows(
     query_turn = rotary_angles(config, positions.gather(1, source))
 
     total: Tensor | None = None
-    for module, hidden in noted.items():
-        assert isinstance(module, MDLMAttention)
+    for query, key in noted:
         if plan is not None:
-            hidden = _unpacked(hidden, plan, at.shape)
-        assert hidden.shape[:2] == at.shape, "the forward that was noted saw other tokens"
-        chosen = hidden.gather(1, source[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        weights = _weights(module, chosen, hidden, query_turn, key_turn, sees)
+            query, key = _unpacked(query, plan, at.shape), _unpacked(key, plan, at.shape)
+        assert query.shape[:2] == at.shape, "the forward that was noted saw other tokens"
+        chosen = query.gather(1, source[:, :, None, None].expand(-1, -1, *query.shape[2:]))
+        weights = _weights(rotate(chosen.transpose(1, 2), *query_turn), rotate(key.transpose(1, 2), *key_turn), sees)
         total = weights if total is None else total + weights
     assert total is not None, "no layer ran"
     columns = total.gather(2, index[:, None, :].expand(-1, index.shape[1], -1))
     return (columns / len(noted)).masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
 
 
-def _unpacked(hidden: Tensor, plan: FlashPlan, shape: torch.Size) -> Float[Tensor, "batch seq width"]:
-    """`[1, real, width]` at its places in the batch, zeros on padding."""
-    out = hidden.new_zeros(shape.numel(), hidden.shape[-1])
-    return out.index_copy(0, plan.tokens, hidden[0]).view(*shape, -1)
+def _unpacked(heads: Tensor, plan: FlashPlan, shape: torch.Size) -> Float[Tensor, "batch seq heads dim"]:
+    """`[1, real, heads, dim]` at its places in the batch, zeros on padding."""
+    out = heads.new_zeros(shape.numel(), *heads.shape[2:])
+    return out.index_copy(0, plan.tokens, heads[0]).view(*shape, *heads.shape[2:])
 
 
 def _weights(
-    module: MDLMAttention,
-    chosen: Float[Tensor, "batch slots width"],
-    hidden: Float[Tensor, "batch seq width"],
-    query_turn: tuple[Tensor, Tensor],
-    key_turn: tuple[Tensor, Tensor],
+    query: Float[Tensor, "batch heads slots dim"],
+    key: Float[Tensor, "batch kv_heads seq dim"],
     sees: Bool[Tensor, "batch slots seq"] | None,
 ) -> Float[Tensor, "batch slots seq"]:
     """softmax(q k / sqrt d) of one layer, mean over heads."""
-
-    def heads(projected: Tensor, norm: nn.Module, turn: tuple[Tensor, Tensor]) -> Tensor:
-        by_head = projected.view(*projected.shape[:2], -1, module.head_dim)
-        return rotate(norm(by_head).transpose(1, 2), *turn)
-
-    query = heads(module.q_proj(chosen), module.q_norm, query_turn)
-    key = heads(module.k_proj(hidden), module.k_norm, key_turn)
-    grouped = query.unflatten(1, (-1, module.num_key_value_groups))  # heads of one group share a key
-    scores = grouped @ key[:, :, None].transpose(-1, -2) * module.head_dim**-0.5
+    grouped = query.unflatten(1, (key.shape[1], -1))  # heads of one group share a key
+    scores = grouped @ key[:, :, None].transpose(-1, -2) * query.shape[-1] ** -0.5
     if sees is not None:
         scores = scores.masked_fill(~sees[:, None, None], float("-inf"))
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).mean(dim=(1, 2))

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mdlm.attention_rows import attention_rows, layer_count, noted_inputs
+from mdlm.attention_rows import attention_rows, layer_count, noted_heads
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM, check_kv
 from mdlm.objective import subs_log_probs
@@ -171,7 +171,7 @@ class ModelDenoiser:
         position_ids: Int[Tensor, "batch seq"] | None = None,
     ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "batch slots slots"]]:
         """See `attention_rows.AttendingDenoiser`; one forward, under any attention implementation."""
-        with noted_inputs(self.model, layer_count(layers, self.model.config.num_hidden_layers)) as noted:
+        with noted_heads(self.model, layer_count(layers, self.model.config.num_hidden_layers)) as noted:
             log_probs = self(tokens, attention_mask=attention_mask, position_ids=position_ids, at=at)
         return log_probs, attention_rows(self.model, noted, at, attention_mask, position_ids)
 
