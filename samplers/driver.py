@@ -35,8 +35,10 @@ from mdlm.samplers.windows import PlanningWindow
 def row_keys(seed: int | Sequence[int], rows: int, first_row: int = 0) -> Int64[Tensor, " batch"]:
     """Noise keys: of (seed, row number) for one seed; of each row's own seed alone for a list of seeds.
 
-    Raises ValueError if a list does not have one seed per row.
+    Raises ValueError if a list does not have one seed per row, and for seeds of more than 64 bits.
     """
+    if not all(-(2**63) <= number < 2**63 for number in ([seed] if isinstance(seed, int) else seed)):
+        raise ValueError(f"seed is {seed}; a seed must be a whole number of at most 64 bits (signed)")
     if isinstance(seed, int):
         return hash_counters(seed, torch.arange(first_row, first_row + rows))
     if len(seed) != rows:
