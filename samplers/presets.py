@@ -32,6 +32,7 @@ from mdlm.samplers.presets_adaptive import (
     swd,
     wedlm,
 )
+from mdlm.samplers.presets_cache import block_diffusion, fast_dllm
 from mdlm.samplers.presets_revise import freedave, lopa, p2, prophet, remdm, t2m, t2t, wino
 from mdlm.samplers.presets_span import adablock, clad, dapd, dcd, depcap, fast_dllm_v2, spans, swordsman
 from mdlm.samplers.scores import SCORES, drawn_probability
@@ -171,6 +172,8 @@ PRESETS: dict[str, Callable[..., Strategy]] = {
     "swordsman": swordsman,
     "dcd": dcd,
     "fast_dllm_v2": fast_dllm_v2,
+    "fast_dllm": fast_dllm,
+    "block_diffusion": block_diffusion,
 }
 
 
