@@ -186,32 +186,33 @@ class InfluenceBlocks(Planned):
     def ends(self, step: Step, start: Int64[Tensor, " batch"]) -> Int64[Tensor, " batch"]:
         """See `Planned`."""
         state, reach = step.state, 2 * self.longest
-        batch, seq = state.tokens.shape
-        at = start[:, None] + torch.arange(reach, device=start.device)
+        seq, vocab = state.tokens.shape[1], step.log_probs.shape[-1]
+        rows = (state.block_step == 0).nonzero()[:, 0]  # the others are in the middle of a block
+        at = start[rows, None] + torch.arange(reach, device=start.device)
         here = at.clamp(max=seq - 1)
-        known = (at < seq) & step.candidates.gather(1, here)
+        known = (at < seq) & step.candidates[rows].gather(1, here)
         assert step.at is not None
-        number = (step.at.flatten().long().cumsum(dim=0).view(batch, seq) - 1).clamp(min=0).gather(1, here)
+        number = (step.at.flatten().long().cumsum(dim=0).view_as(step.at) - 1)[rows].clamp(min=0).gather(1, here)
         now = step.log_probs[number]
 
-        seen = state.remember(("influence", self), lambda: _Seen(now, start, torch.zeros_like(known)))
+        def nothing() -> _Seen:
+            size = (len(state.rows), reach)
+            return _Seen(now.new_zeros(*size, vocab), start.clone(), torch.zeros(size, dtype=torch.bool).to(at.device))
+
+        seen = state.remember(("influence", self), nothing)
         assert isinstance(seen, _Seen)
-        then_at = at - seen.start[:, None]
+        then_at = at - seen.start[rows, None]
         there = then_at.clamp(0, reach - 1)
-        compared = known & (then_at >= 0) & (then_at < reach) & seen.known.gather(1, there)
-        then = seen.log_probs.gather(1, there[:, :, None].expand_as(now))
+        compared = known & (then_at >= 0) & (then_at < reach) & seen.known[rows].gather(1, there)
+        then = seen.log_probs[rows[:, None], there]
         floor = -1e4  # where a token had no mass before, the divergence is large, not infinite
         moved = (now.exp() * (now.clamp(min=floor) - then.clamp(min=floor))).sum(dim=-1).clamp(min=0)
         moved = moved.masked_fill(~compared, 0.0)
         uncertain = step.entropy[number].masked_fill(~known, 0.0)
-
-        begins = state.block_step == 0
-        seen.log_probs = torch.where(begins[:, None, None], now, seen.log_probs)
-        seen.start = torch.where(begins, start, seen.start)
-        seen.known = torch.where(begins[:, None], known, seen.known)
+        seen.log_probs[rows], seen.start[rows], seen.known[rows] = now, start[rows], known
 
         length = torch.arange(1, reach + 1, device=start.device)
         informed = compared & (moved.cumsum(dim=1) / length >= self.influence)
         cheap = known & (uncertain.cumsum(dim=1) <= self.entropy)
         longest = torch.where(informed | cheap, length, 0).amax(dim=1)
-        return start + longest.clamp(self.shortest, self.longest)
+        return start.index_add(0, rows, longest.clamp(self.shortest, self.longest))
