@@ -22,7 +22,7 @@ from mdlm.config import MDLMConfig
 from mdlm.denoiser import FunctionDenoiser
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers import Canvas, Generation, generate
-from mdlm.samplers.automaton import TokenAutomaton, token_automaton, token_texts
+from mdlm.samplers.automaton import TokenAutomaton, byte_automaton, token_automaton, token_texts
 from mdlm.samplers.constrain import Constraint
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.driver import Run, row_keys
@@ -116,6 +116,23 @@ def test_the_automaton_accepts_what_python_s_expressions_match(pattern: str, end
         wanted = set(accepted_strings(pattern, [None] * length, ends))
         for string in itertools.product(range(VOCAB), repeat=length):
             assert accepts(machine, list(string)) == (string in wanted), (string, pattern)
+
+
+def test_any_character_is_any_valid_utf_8_and_nothing_else() -> None:
+    table, accepting = byte_automaton("(?s:.)")
+    edges = [0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1, 0xEC, 0xED, 0xEE]
+    edges += [0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xFF]
+    tails = [0x7F, 0x80, 0xBF, 0xC0]
+    for length in range(1, 5):
+        for code in itertools.product(*[edges, edges, tails, tails][:length]):
+            state = 0
+            for byte in code:
+                state = int(table[state, byte]) if state >= 0 else -1
+            try:
+                valid = len(bytes(code).decode()) == 1
+            except UnicodeDecodeError:
+                valid = False
+            assert (state >= 0 and bool(accepting[state])) == valid, bytes(code)
 
 
 def test_a_pattern_that_allows_everything_has_one_state() -> None:

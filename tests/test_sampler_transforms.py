@@ -24,7 +24,8 @@ from mdlm.samplers import Canvas, Generation, Strategy, generate, stream
 from mdlm.samplers.cache import Feeder, NoCache, WholeCanvas
 from mdlm.samplers.guidance import Guided, guided_log_probs
 from mdlm.samplers.presets import build_strategy
-from mdlm.samplers.state import State
+from mdlm.samplers.revise import Revision
+from mdlm.samplers.state import State, Step
 from mdlm.samplers.transforms import OncePerStep, RepetitionPenalty
 
 VOCAB, MASK = 13, 12
@@ -293,6 +294,31 @@ def test_the_the_two_positions_of_one_step_do_not_both_pick_a_token_that_the_pen
     held = generate(denoiser, None, [[3, 5]], repetition_penalty=1.5, **options)
     assert held.tokens[0].tolist() == [3, 5, 3, 3, 3], "a mild penalty on a token already there is seen by all"
     assert held.nfe.tolist() == [1]
+
+
+class Witness:
+    """A reviser that changes nothing and notes what it was told."""
+
+    reads_decided, max_edits = False, 1
+
+    def __init__(self) -> None:
+        self.told: list[list[bool]] = []
+
+    def pending(self, state: State) -> Tensor:
+        return torch.zeros_like(state.rows, dtype=torch.bool)
+
+    def __call__(self, step: Step, committed: Tensor) -> Revision:
+        self.told += committed.tolist()
+        return Revision()
+
+
+def test_revisers_are_told_what_was_written_not_what_was_chosen() -> None:
+    witness = Witness()
+    strategy = dataclasses.replace(build_strategy("confidence", k=3), revise=witness)
+    denoiser = FunctionDenoiser(the_the, MASK, VOCAB)
+    generate(denoiser, None, [[1]], strategy=strategy, max_new_tokens=3, repetition_penalty=1e6)
+    expected = [[False, place == 1, place == 2, place == 3] for place in (1, 2, 3)]
+    assert witness.told == expected
 
 
 @each_strategy
