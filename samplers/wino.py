@@ -79,8 +79,7 @@ class NarrowOut:
         state = step.state
         memory = step.remember(self, lambda: RowMemory({"accepted": torch.zeros_like(state.rows)}))
         assert isinstance(memory, RowMemory)
-        accepted = committed.sum(dim=-1)
-        before = torch.where(state.block_step == 0, 0, memory["accepted"])
+        before, accepted = memory["accepted"], committed.sum(dim=-1)
         memory["accepted"] = accepted
         log_prob = step.dense(step.of(step.packed(state.tokens)), torch.inf)
         fails = held(step) & (log_prob < log_of(self.threshold)) & (state.edits < self.max_edits)
