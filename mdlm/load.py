@@ -13,6 +13,7 @@ from transformers.utils import logging
 from mdlm.adapter import ADAPTER_FOLDER, adapter_base, has_adapter, merge_into
 from mdlm.checkpoint import list_checkpoints
 from mdlm.modeling import MDLMForMaskedLM
+from mdlm.remote import load_remote as load_remote
 from mdlm.tokenization import check_vocab, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -56,7 +57,8 @@ def load_model(
         dtype: precision of the weights, a key of `DTYPES`.
         device: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, ...
 
-    An adapter is merged into its base (`mdlm/adapter.py`). A folder in a public format (LLaDA, Dream, ...: `mdlm/formats.py`) is converted while it is loaded.
+    A folder in a public format (LLaDA, Dream, ...: `mdlm/formats.py`) is converted while it is loaded. An adapter is
+    merged into its base (`mdlm/adapter.py`).
 
     Raises ValueError for a folder that is no checkpoint, an unknown dtype, a tokenizer that does not fit the model.
     """

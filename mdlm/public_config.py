@@ -46,7 +46,7 @@ def format_of(public: Mapping[str, Any], place: str) -> Format:
     if reason is not None:
         raise ValueError(
             f"{place}: model_type {model_type!r} is {reason}, which this package's transformer cannot host; to sample "
-            "it with its own code use mdlm.remote.load_remote(path, trust_remote_code=True)"
+            "it with its own code use mdlm.load.load_remote(path, trust_remote_code=True)"
         )
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(f"{entry.model_type} ({entry.about})" for entry in FORMATS.values())
