@@ -29,7 +29,9 @@ from mdlm.denoiser import Denoiser
 from mdlm.samplers.ancestral import JointAncestral
 from mdlm.samplers.automaton import TokenAutomaton, token_automaton, token_texts
 from mdlm.samplers.draw import Draw, invert_cdf, truncated_probs
+from mdlm.samplers.early_exit import EarlyExit
 from mdlm.samplers.edit import EditTokens
+from mdlm.samplers.lookahead import Lookahead
 from mdlm.samplers.state import NOISE_STATE, State, Step
 from mdlm.samplers.stop import EosStop
 
@@ -56,6 +58,11 @@ class Constraint:
         rows without an answer at their end, and for components that write or end rows behind the constraint's back."""
         if isinstance(strategy.select, JointAncestral):
             raise ValueError("JointAncestral draws tokens itself, which a constraint must do; take noise='split'")
+        if isinstance(strategy.select, (EarlyExit, Lookahead)) and strategy.draw.temperature > 0:
+            raise ValueError(
+                f"{type(strategy.select).__name__} draws tokens itself at temperatures above 0, which a constraint "
+                "must do; take temperature 0"
+            )
         if isinstance(strategy.revise, EditTokens):
             raise ValueError("EditTokens replaces tokens one by one, which a constraint cannot follow; leave one out")
         for rule in strategy.stop:

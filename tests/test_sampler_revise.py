@@ -26,6 +26,7 @@ from mdlm.samplers.state import State, Step
 from mdlm.samplers.stop import EosStop
 from mdlm.samplers.strategy import Strategy
 from mdlm.samplers.windows import Blocks
+from mdlm.samplers.windows_planned import AdaBlock
 
 # --- ReMDM -----------------------------------------------------------------------------------------------------------
 
@@ -251,6 +252,15 @@ def test_edits_per_position_are_bounded_where_tokens_call_for_each_others_replac
     assert int(frame.nfe.max()) <= 1 + 3 * 12 + 1
 
 
+def test_a_planned_window_is_edited_to_its_end_too() -> None:
+    """`AdaBlock` that never finds its delimiter is blocks of one length, post-steps included."""
+    canvas = Canvas.from_prompts([[1, 2], [], [3]], [10, 7, 13])
+    strategy = build_strategy("t2t", tau_mask=0.5, tau_edit=0.3, block_length=4)
+    planned = dataclasses.replace(strategy, window=AdaBlock(delimiters=(5,), length=4, share=0.0, least=1.0))
+    for seed in range(3):
+        same(run(hashed(seed), canvas, strategy), run(hashed(seed), canvas, planned))
+
+
 def test_an_end_token_that_may_still_be_edited_ends_nothing() -> None:
     def logits(tokens: Tensor) -> Tensor:
         """End (7) where only masks are seen; once anything is written, 3 everywhere."""
@@ -355,7 +365,9 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, knobs: dict) -> None
 
 
 @pytest.mark.parametrize(("name", "knobs"), EVERY)
-def test_a_model_that_wants_the_mask_or_says_nothing_still_ends_without_masks(name: str, knobs: dict) -> None:
+def test_no_block_is_left_masked_by_a_model_that_wants_the_mask_or_says_nothing(name: str, knobs: dict) -> None:
+    """unturtle issue 47: block decoding ended with positions still masked."""
+
     def adversary(kind: str) -> FunctionDenoiser:
         def logits(tokens: Tensor) -> Tensor:
             out = torch.zeros(*tokens.shape, VOCAB).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import reference_speculate as reference
@@ -13,7 +14,9 @@ from sampler_tools import HashDenoiser, ragged_canvas, same_rows, tiny_model, un
 from torch import Tensor
 
 from mdlm.denoiser import FunctionDenoiser, ModelDenoiser
+from mdlm.samplers.automaton import token_automaton
 from mdlm.samplers.canvas import Canvas
+from mdlm.samplers.constrain import Constraint
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.driver import Run, row_keys
 from mdlm.samplers.early_exit import EarlyExit
@@ -395,3 +398,25 @@ def test_components_refuse_what_they_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         WideIn(share=1.5)
     assert MaskedInTurn() == MaskedInTurn()
+
+
+@pytest.mark.parametrize(("name", "knobs"), [*EVERY, ("p2", {"steps": 6}), ("t2m", {"threshold": 0.6})])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_beside_a_constraint_they_write_what_it_accepts_or_are_refused(
+    name: str, knobs: dict, temperature: float
+) -> None:
+    texts: list[bytes | None] = [None, *(bytes([96 + i]) for i in range(1, MASK)), None]
+    constraint = Constraint(token_automaton("(ab|c)*", texts))
+    strategy = build_strategy(name, **knobs)
+    draw = dataclasses.replace(strategy.draw, temperature=temperature)
+    strategy = dataclasses.replace(strategy, draw=draw, constraint=constraint)
+    canvas = Canvas.from_prompts([[], [1]], [8, 5])
+    if temperature and name in ("prophet", "lopa"):
+        with pytest.raises(ValueError, match="take temperature 0"):
+            run(hashed(0), canvas, strategy)
+        return
+    for seed in range(3):
+        tokens = run(hashed(seed), canvas, strategy, seed).tokens
+        for row, start, end in ((0, 0, 8), (1, 1, 6)):
+            text = "".join(chr(96 + t) for t in tokens[row, start:end].tolist())
+            assert re.fullmatch("(ab|c)*", text), text
