@@ -186,14 +186,19 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | None,
     architecture: str = "MDLMForMaskedLM",
 ) -> None:
-    """Writes a plain Hugging Face model folder: config, weights (files of at most 5 GB), generation ids, tokenizer."""
+    """Writes a plain Hugging Face model folder: config, weights (files of at most 5 GB), generation ids, tokenizer.
+
+    Without any `weights` (those of an adapter lie elsewhere) the rest.
+    """
     config.architectures = [architecture]
-    config.dtype = next(iter(weights.values())).dtype
+    if weights:
+        config.dtype = next(iter(weights.values())).dtype
     config.save_pretrained(folder)
     GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     ).save_pretrained(folder)
-    save_torch_state_dict(dict(weights), folder, max_shard_size="5GB")
+    if weights:
+        save_torch_state_dict(dict(weights), folder, max_shard_size="5GB")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

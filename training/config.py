@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from jsonargparse import ActionYesNo, ArgumentParser, set_parsing_settings
 
+from mdlm.adapter import AdapterConfig
 from mdlm.data import DataConfig
 from mdlm.objective import ObjectiveConfig
 from mdlm.tokenization import TokenizerConfig
@@ -108,6 +109,8 @@ class LoopConfig:
     """torch.compile the transformer (not the head, whose number of rows changes)."""
     ema: float | None = None
     """Decay of the moving average of the weights, which is then evaluated and saved as the model; null: none."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained: shell patterns of their names, e.g. `model.embed_tokens.*`."""
     max_bad_steps: int = 10
     """Stop after this many steps in a row whose loss or gradient is not finite (each is skipped and counted)."""
     log_every: int = 10
@@ -217,6 +220,7 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the flags that do not go together."""
@@ -231,6 +235,8 @@ class TrainConfig:
                 f"--objective.warmup_steps ({self.objective.warmup_steps}) and --train.corruption_warmup "
                 f"({self.train.corruption_warmup}) both set the corruption warm-up; set one of them to 0"
             )
+        if self.lora.r is not None and self.model.init_from is None:
+            raise ValueError(f"--lora.r {self.lora.r} trains beside the weights of a model: set --model.init_from")
         if self.tokenizer.path is not None and self.model.init_from is not None:
             raise ValueError("--model.init_from brings its own tokenizer; remove --tokenizer.path")
 

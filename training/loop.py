@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from mdlm.checkpoint import provenance
 from mdlm.flops import matmul_peak, train_flops_per_token
 from mdlm.objective import NoisedBatch
+from mdlm.rng import hash_counters
 from mdlm.training.config import TrainConfig, as_dict
 from mdlm.training.metrics import Metrics
 from mdlm.training.optim import set_learning_rate
@@ -181,6 +182,8 @@ def optimizer_step(run: Run, stop: bool = False) -> StepResult:
     for index, micro in enumerate(noised):
         last = index == len(noised) - 1
         accelerator.sync_gradients = last
+        if run.config.lora.dropout:
+            torch.manual_seed(int(hash_counters(run.config.seed, run.step, index, accelerator.process_index)))
         with nullcontext() if last else accelerator.no_sync(run.model):
             terms = run.objective.numerator(run.model, micro)
             # 0 * loss is NaN if the loss is not finite, which spoils the gradient on every process: no vote is needed
@@ -216,7 +219,7 @@ def noise_global_batch(run: Run, stop: bool) -> tuple[list[NoisedBatch], Tensor,
     shared = torch.stack([denominator, torch.tensor(float(stop), dtype=torch.float64)]).to(run.accelerator.device)
     run.all_reduce(shared)
     moved = [micro.to(run.accelerator.device, non_blocking=True) for micro in noised]
-    return moved, shared[0].clamp_min(1.0), shared[1]  # a batch with nothing maskable has loss 0, not 0 / 0
+    return moved, torch.where(shared[0] > 0, shared[0], 1.0), shared[1]  # nothing maskable: loss 0, not 0 / 0
 
 
 def _whole(norm: Tensor | float, device: torch.device) -> Tensor:
@@ -317,7 +320,8 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
     def flops(head_share: float) -> float:
         return train_flops_per_token(config, seq_len, head_share)
 
-    if not run.config.train.measure_peak:
+    frozen = any(not p.requires_grad for p in run.core.parameters())  # whose gradients cost nothing: no honest MFU
+    if not run.config.train.measure_peak or frozen:
         return flops, None
     run.accelerator.wait_for_everyone()  # processes that share a machine measure what is left of it to each
     own = matmul_peak(run.accelerator.device, _DTYPES[run.config.train.precision])
@@ -327,11 +331,13 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
 
 def _introduction(run: Run) -> str:
     parameters = sum(p.numel() for p in run.core.parameters())
+    trained = sum(p.numel() for p in run.core.parameters() if p.requires_grad)
+    share = "" if trained == parameters else f", {trained / 1e6:.2f} M of them trained"
     batch = run.config.train
     start = f"from step {run.step} of {run.resumed_from}" if run.resumed_from else "from step 0"
     return (
-        f"{parameters / 1e6:.2f} M parameters; {batch.global_batch} rows of {run.config.data.seq_len} tokens a step = "
-        f"{run.accelerator.num_processes} process(es) x {run.accumulation} x {run.micro_batch}; "
+        f"{parameters / 1e6:.2f} M parameters{share}; {batch.global_batch} rows of {run.config.data.seq_len} tokens a "
+        f"step = {run.accelerator.num_processes} process(es) x {run.accumulation} x {run.micro_batch}; "
         f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}\n"
         f"{run.data.report_for(batch.global_batch)}"
     )

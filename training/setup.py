@@ -21,12 +21,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mdlm import checkpoint as ck
+from mdlm.adapter import attach, freeze, has_adapter
 from mdlm.chat import chat_tokenizer
 from mdlm.config import MDLMConfig
+from mdlm.convert import is_public, load_public, open_checkpoint
 from mdlm.data import BatchStream, Data, open_data, training_texts
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import Objective
-from mdlm.tokenization import check_vocab, load_tokenizer, num_tokens, open_tokenizer, padded_vocab_size
+from mdlm.tokenization import (
+    check_vocab,
+    load_tokenizer,
+    num_tokens,
+    open_tokenizer,
+    padded_vocab_size,
+    prepare_tokenizer,
+)
 from mdlm.training import zero
 from mdlm.training.config import TrainConfig
 from mdlm.training.ema import EMA
@@ -192,7 +201,7 @@ def make_tokenizer(config: TrainConfig, resume: Path | None, accelerator: Accele
         return load_tokenizer(config.tokenizer.path)
     source = config.model.init_from if resume is None else resume
     if source is not None:
-        return load_tokenizer(source)
+        return load_tokenizer(source) if not _is_public(source) else _public_tokenizer(source)
     trained: list[PreTrainedTokenizerBase | None] = [None]
     if accelerator.is_main_process:
         data = dataclasses.replace(config.data, seed=config.seed)
@@ -202,14 +211,38 @@ def make_tokenizer(config: TrainConfig, resume: Path | None, accelerator: Accele
     return trained[0]
 
 
+def _is_public(source: str | Path) -> bool:
+    return (Path(source) / "config.json").is_file() and is_public(Path(source))
+
+
+def _public_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    opened = open_checkpoint(source).tokenizer
+    if opened is None:
+        raise ValueError(f"--model.init_from {source}: the folder holds no tokenizer")
+    return prepare_tokenizer(opened.tokenizer)
+
+
+def _stored_model(config: TrainConfig, source: str | Path) -> MDLMForMaskedLM:
+    """The model in a folder, ours or public, in float32. Raises ValueError for weights that are not finite."""
+    attention = config.model.attn_implementation
+    if has_adapter(Path(source)):
+        raise ValueError(f"--model.init_from {source} holds an adapter, not a model: make one of it with `mdlm merge`")
+    if _is_public(source):
+        model, _ = load_public(source, torch.float32, attn_implementation=attention)
+    else:
+        model = MDLMForMaskedLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
+    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    if broken:
+        raise ValueError(f"{source}: {len(broken)} weights are not finite, the first is {broken[0]}; give another copy")
+    return model.train()
+
+
 def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTokenizerBase) -> MDLMForMaskedLM:
     """The model with its initial weights, the same on every process. Raises ValueError where sizes do not fit."""
     torch.manual_seed(config.seed)
     options = config.model
     if options.init_from is not None:
-        model = MDLMForMaskedLM.from_pretrained(
-            resume or options.init_from, dtype=torch.float32, attn_implementation=options.attn_implementation
-        )
+        model = _stored_model(config, options.init_from if resume is None or config.lora.r is not None else resume)
     else:
         sizes = MDLMConfig(
             vocab_size=padded_vocab_size(tokenizer),
@@ -230,6 +263,9 @@ def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTo
     check_vocab(tokenizer, model.config)
     if model.config.mask_token_id is None:
         raise ValueError(f"--model.init_from {options.init_from}: its config.json has no mask_token_id; set it there")
+    if config.lora.r is not None:
+        attach(model, config.lora)
+    freeze(model, config.train.freeze)
     if options.gradient_checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the new name of the method is younger than transformers 5
@@ -251,6 +287,8 @@ def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, acceler
         "--train.global_batch": config.train.global_batch,
         "--seed": config.seed,
         "--optim.name": config.optim.name,
+        "--lora": config.lora.describe(),
+        "--train.freeze": list(config.train.freeze) or None,
         "an EMA (--train.ema)": config.train.ema is not None,
         "the number of processes of DeepSpeed": accelerator.num_processes if deepspeed else None,
     }
@@ -272,6 +310,8 @@ def prepare(config: TrainConfig, accelerator: Accelerator, core: MDLMForMaskedLM
     """The wrapped model and optimizer. Compilation is in place, so no name in the state dict changes."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.configure(config, accelerator)
+    if config.lora.r is not None and accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        raise ValueError(f"--lora.r does not work with {accelerator.distributed_type.value} yet; train with DDP")
     if config.train.compile:
         sharded = accelerator.distributed_type == DistributedType.FSDP  # whose hooks sit between the layers
         for part in core.model.layers if sharded else (core.model,):

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from mdlm import checkpoint as ck
+from mdlm.adapter import ADAPTER_FOLDER, adapter_weights, base_hash, check_base, read_adapter, save_adapter
 from mdlm.config import MDLMConfig
 from mdlm.data import BatchStream, merge_states
 from mdlm.training.config import as_dict
@@ -47,7 +49,7 @@ def save(run: Run) -> Path:
     if run.uses_deepspeed:
         weights, optimizer = gather_weights(run.core, keep), {}
     else:
-        weights = gather_all(named_weights(run.core), keep)
+        weights = gather_all(saved_weights(run), keep)
         optimizer = gather_all(named_optimizer_state(run.core, run.raw_optimizer), keep)
     average = {} if run.ema is None else gather_all(run.ema.average, keep)
     position = merge_states(gather_object([run.stream.state_dict()]))
@@ -58,7 +60,11 @@ def save(run: Run) -> Path:
             part.save(partial / ck.STATE_FOLDER)
         run.accelerator.wait_for_everyone()  # everybody has written
     if keep:
-        ck.write_model(partial, run.core.config, {**weights, **average}, run.tokenizer)
+        published = {**weights, **average}
+        lora, base = run.config.lora, run.config.model.init_from
+        ck.write_model(partial, run.core.config, published if lora.r is None else {}, run.tokenizer)
+        if lora.r is not None and base is not None:
+            save_adapter(partial / ADAPTER_FOLDER, published, lora, base, base_hash(run.core))
         if optimizer:
             ck.write_tensors(partial / _OPTIMIZER, optimizer)
         if run.ema is not None:
@@ -67,6 +73,12 @@ def save(run: Run) -> Path:
         ck.prune_checkpoints(folder, run.config.checkpoint.keep_last)
     run.accelerator.wait_for_everyone()
     return ck.checkpoint_path(folder, run.step)
+
+
+def saved_weights(run: Run) -> dict[str, Tensor]:
+    """The tensors that a checkpoint of the run holds: all of the model, or those of its adapter."""
+    weights = named_weights(run.core)
+    return weights if run.config.lora.r is None else adapter_weights(weights)
 
 
 def _state(run: Run, position: dict[str, Any]) -> dict[str, Any]:
@@ -109,10 +121,15 @@ def load(run: Run, checkpoint: Path) -> None:
 
 
 def _load_tensors(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
-    published = ck.read_model_weights(checkpoint)
-    check_same_shapes(named_weights(run.core), published, str(checkpoint))
+    if run.config.lora.r is None:
+        published = ck.read_model_weights(checkpoint)
+    else:
+        check_base(run.core, checkpoint / ADAPTER_FOLDER, str(run.config.model.init_from))
+        published = read_adapter(checkpoint / ADAPTER_FOLDER)
+    own = saved_weights(run)
+    check_same_shapes(own, published, str(checkpoint))
     raw = published if run.ema is None else ck.read_tensors(checkpoint / _RAW_WEIGHTS)
-    restore_weights(run.core, raw, str(checkpoint))
+    restore_weights(own, raw, str(checkpoint))
     restore_optimizer(run.core, run.raw_optimizer, ck.read_tensors(checkpoint / _OPTIMIZER), str(checkpoint))
     if run.ema is not None:
         average = {name: published[name] for name in run.ema.average}

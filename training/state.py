@@ -57,9 +57,8 @@ def shard_all(whole: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[s
 
 
 @torch.no_grad()
-def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copies whole tensors into the model. Raises ValueError if names or shapes differ, naming `source`."""
-    own = named_weights(model)
+def restore_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str) -> None:
+    """Copies whole tensors into those of a model. Raises ValueError if names or shapes differ, naming `source`."""
     check_same_shapes(own, weights, source)
     for name, value in shard_all(weights, own).items():
         own[name].copy_(value)
