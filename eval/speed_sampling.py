@@ -29,6 +29,7 @@ from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.driver import Run, row_keys
 from mdlm.samplers.generate import generate
 from mdlm.samplers.presets import PRESETS, build_strategy
+from mdlm.samplers.speculate import Speculative
 
 MASK = 0
 
@@ -197,14 +198,14 @@ def overhead(
         new_tokens: positions to write.
         block: block length.
         batch: rows.
-        steps: steps of each run, from the first one on.
+        steps: steps with a forward of each run, from the first one on.
         rounds: runs of each strategy; the medians over all steps are reported.
         strategies: names; all but the speculative ones if not given.
     """
     model = random_model(vocab, layers, width, prompt + new_tokens)
     clock = NetworkClock(model)
     canvas = Canvas.from_prompts(list(random_prompts(batch, prompt, vocab)), new_tokens)
-    names = [name for name in PRESETS if name not in SPECULATIVE] if strategies is None else strategies
+    names = strategies or [name for name in PRESETS if not isinstance(build_strategy(name).cache, Speculative)]
     shares: dict[str, float] = {}
     milliseconds: dict[str, list[float]] = {}
     for name in names:
@@ -212,11 +213,13 @@ def overhead(
         times: list[tuple[float, float]] = []
         for _ in range(rounds):
             run = Run(ModelDenoiser(model), canvas, build_strategy(name, **knobs), row_keys(0, batch))
-            while not run.done and len(times) < steps * rounds and run.state.step < steps:
+            measured = 0
+            while not run.done and measured < steps:
                 clock.seconds, start = 0.0, time.perf_counter()
                 run.advance()
                 if clock.seconds:  # a step without a forward has no share
                     times.append((time.perf_counter() - start, clock.seconds))
+                    measured += 1
         whole = statistics.median(step for step, _ in times)
         network = statistics.median(inside for _, inside in times)
         outside = statistics.median(step - inside for step, inside in times)
@@ -235,9 +238,6 @@ def overhead(
         "milliseconds (step, network, outside)": milliseconds,
     }
 
-
-SPECULATIVE = ("freedave", "lopa")
-"""Strategies whose loop is not the plain one."""
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"tokens": tokens, "overhead": overhead}
 
