@@ -34,7 +34,7 @@ from mdlm.samplers.select_adaptive import (
     ShrinkingReveal,
 )
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks, Window, whole
+from mdlm.samplers.windows import Blocks, Sliding, Window, whole
 
 Score = Literal["probability", "margin", "entropy", "random"]
 Confidence = Literal["probability", "margin", "entropy"]
@@ -289,22 +289,23 @@ def pc(
     return Strategy(score=PositionCalibrated(table, lam, alpha), select=TopK(k), window=_window(block_length))
 
 
-def wedlm(max_entropy: float = 0.4, penalty: float = 0.02, block_length: int | None = 16) -> Strategy:
-    """WeDLM's rule (2512.22737): every position with entropy + penalty * distance to the first mask of at most
-    `max_entropy`. Fills from the left, so an exact prefix cache grows early. (Only the rule: WeDLM's moved positions
-    belong to its model.)
+def wedlm(max_entropy: float = 0.4, penalty: float = 0.02, masks: int = 16) -> Strategy:
+    """WeDLM's rule (2512.22737): among the next `masks` undecided positions, every one with entropy + penalty *
+    distance to the first of at most `max_entropy`. Fills from the left, so an exact prefix cache grows early. (Only the
+    rule: that tokens change places is a matter of WeDLM's model.)
 
     Args:
         max_entropy: nats, 0 or more.
-        penalty: nats per position, 0 or more; 0.02 in code, 0.1 in the paper (with blocks of 6).
-        block_length: None: the whole canvas at once.
+        penalty: nats per position, 0 or more; 0.02 in code, 0.1 in the paper (with 6 masks).
+        masks: undecided positions in the window, 1 or more; it slides on as they are decided, and is at most 8 times as
+            long.
     """
     if not max_entropy >= 0:
         raise ValueError(f"max_entropy is {max_entropy}; it must be 0 or more (nats)")
     return Strategy(
         score=DistancePenalty(negative_entropy, penalty),
         select=Threshold(math.exp(-max_entropy)),
-        window=_window(block_length),
+        window=Sliding(masks, 8 * masks, renew=None),
     )
 
 
