@@ -107,12 +107,12 @@ def dapd(
 
 def spans(
     budget: float | None = 0.1,
-    threshold: float = 0.0,
+    threshold: float = 0.7,
     units: Literal["runs", "tokens", "jumps", "chunks"] = "runs",
     reach: Literal["token", "min", "mean"] = "token",
     conflict: Literal["attention", "none"] = "none",
     solver: Literal["matching", "greedy", "exact"] = "matching",
-    max_len: int | None = 8,
+    max_len: int | None = None,
     max_gap: int = 0,
     jump: float = 0.5,
     delimiters: tuple[int, ...] = (),
@@ -121,7 +121,8 @@ def spans(
 ) -> Strategy:
     """Whole spans, best first, as long as the sum of their entropies without the largest stays within a budget: for an
     exact model and tokens sampled at temperature 1, each step costs at most `budget` nats of divergence (the guarantee
-    of `eb`, kept for spans; this package's own). With `units="tokens"` it is the entropy-bounded sampler by confidence.
+    of `eb`, kept for spans; this package's own). With `units="tokens"` and `threshold=0` it is the entropy-bounded
+    sampler by confidence.
 
     Args:
         budget: nats per step; None: no budget.
@@ -130,7 +131,8 @@ def spans(
             one of the `delimiters`.
         reach: `token`: each position must reach the threshold; `min`, `mean`: the span's least or mean score.
         conflict: `attention`: drop spans as `clad` does.
-        solver: how conflicts are settled: `matching`, `greedy` (longest first) or `exact`.
+        solver: how conflicts are settled: `matching`, `greedy` (longest first) or `exact` (an error beyond 16 spans
+            with a conflict).
         max_len: cut longer runs into such pieces; None: never. For `runs`.
         max_gap: unsure positions allowed inside a run. For `runs`.
         jump: nats. For `jumps`.

@@ -209,6 +209,14 @@ def test_the_divergence_of_spans_is_at_most_budget_times_steps(gamma: float, max
         assert law.nfe <= 6
 
 
+@pytest.mark.parametrize(("gamma", "divergence"), [(0.5, 0.3869), (1.0, 0.7169)])
+def test_single_tokens_within_a_budget_have_the_divergence_of_the_notes(gamma: float, divergence: float) -> None:
+    source = markov(6, impossible="uniform")
+    select = Clusters(0.0, tokens, budget=gamma)
+    law = exact_law(source, Strategy(score=negative_entropy, select=select, draw=Draw(temperature=1.0)))
+    assert abs(law.kl(source_law(source)) - divergence) < 1e-4
+
+
 def test_spans_without_a_budget_are_what_the_budget_prevents() -> None:
     source = markov(6, impossible="uniform")
     free = exact_law(source, Strategy(select=Clusters(0.6, Runs()), draw=Draw(temperature=1.0)))
