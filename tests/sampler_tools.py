@@ -128,11 +128,14 @@ def unmask(
 
 
 def knob_variations(preset: Callable[..., Strategy]) -> Iterator[dict[str, typing.Any]]:
-    """Its defaults; then each knob changed alone: every choice of a Literal, both booleans, short and long blocks (of
-    few steps), few and many steps."""
+    """Its defaults; then, with few steps, each knob changed alone: every choice of a Literal, both booleans, short and
+    long blocks; few and many steps."""
     yield {}
     hints = typing.get_type_hints(preset)
-    few = {name for name, p in inspect.signature(preset).parameters.items() if isinstance(p.default, int)}
+    counted = {
+        name: p.default for name, p in inspect.signature(preset).parameters.items() if isinstance(p.default, int)
+    }
+    many = counted.get("steps", 0) > 8
     for name, parameter in inspect.signature(preset).parameters.items():
         values: Sequence[typing.Any] = ()
         if typing.get_origin(hints[name]) is typing.Literal:
@@ -145,7 +148,7 @@ def knob_variations(preset: Callable[..., Strategy]) -> Iterator[dict[str, typin
             values = (1, 3, 20)
         for value in values:
             if value != parameter.default:
-                yield {name: value, **({"steps": 4} if name == "block_length" and "steps" in few else {})}
+                yield {**({"steps": 4} if many else {}), name: value}
 
 
 def every_strategy() -> list[tuple[str, Strategy]]:
@@ -177,6 +180,11 @@ def denoiser_for(strategy: Strategy, canvas: Canvas, scale: float = 8.0) -> Deno
     except ValueError:
         return tiny_model()
     return HashDenoiser(scale)
+
+
+def small_canvas() -> Canvas:
+    """Two rows of different lengths, a mask id and an EOS id given."""
+    return Canvas.from_prompts([[3, MASK, EOS], [4]], [3, 6])
 
 
 def ragged_canvas(nothing_given: bool = True) -> Canvas:

@@ -118,16 +118,16 @@ def test_eos_policies_decide_when_an_answer_ends() -> None:
     assert steps[3] == 7  # without the end that position is the least sure
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [name for name in PRESETS if build_strategy(name).revise is None])
 def test_an_end_waits_for_what_is_left_of_it_at_every_temperature(name: str, temperature: float) -> None:
     """LLaDA #137: at temperatures above 0 deferring ends had no effect, because it was written to the wrong tensor."""
     strategy, seen = few_steps(name), 0
     if strategy.select.blind:
         pytest.skip("chooses positions without looking")
-    prompts = [[3, EOS, 4], [5], [6, 2], [7, 7], [8], [2], [4, 2, 2], [6]]
-    denoiser = denoiser_for(strategy, Canvas.from_prompts(prompts, 7), scale=3.0)
-    for seed in range(3):
+    prompts = [[3, EOS, 4], [5], [6, 2], [7, 7], [8], [2], [4, 2, 2], [6], [], [3], [4], [7]]
+    denoiser = denoiser_for(strategy, Canvas.from_prompts(prompts, 7), scale=4.0)
+    for seed in range(2):
         if isinstance(denoiser, HashDenoiser):
             denoiser.seed = seed
         out = generate(
