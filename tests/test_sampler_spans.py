@@ -122,6 +122,16 @@ def test_a_budget_of_zero_commits_one_token_and_a_huge_one_everything() -> None:
     assert everything.last.nfe.tolist() == [1]
 
 
+def test_a_budget_of_zero_is_enough_for_what_is_certain() -> None:
+    """Entropies 0, 0, h, h: the first three cost h - h = 0 nats, all four cost h."""
+    logits = torch.full((1, 7, 5), -torch.inf)
+    logits[0, [0, 2], 3] = 0.0
+    logits[0, [4, 6], 2:4] = 0.0
+    step = make_step(logits, torch.tensor([[True, False] * 3 + [True]]))
+    chosen = Clusters(0.0, Runs(), budget=0.0)(scores_of(step), step)
+    assert positions(chosen[0]) == [0, 2, 4]
+
+
 def test_a_threshold_above_one_is_one_token_a_step() -> None:
     canvas = ragged_canvas()
     one = unmask(HashDenoiser(), canvas, Strategy(select=TopK(1)))
