@@ -151,8 +151,8 @@ class StableThreshold(Looking):
         unknown = torch.full((*moved.shape, self.n), UNKNOWN, dtype=moved.dtype, device=moved.device)
         memory = step.remember((self, "moved"), lambda: RowMemory({"moved": unknown}))
         assert isinstance(memory, RowMemory)
-        past = torch.where((step.state.block_step == 0)[:, None, None], unknown, memory["moved"])
-        memory["moved"] = torch.cat([past[:, :, 1:], moved[:, :, None]], dim=-1)
+        # A new block needs no reset: in its first step everything is unknown, and stays in sight for n steps.
+        memory["moved"] = torch.cat([memory["moved"][:, :, 1:], moved[:, :, None]], dim=-1)
         rest = (memory["moved"] < self.tau_kl).all(dim=-1) & (step.state.block_step >= self.n - 1)[:, None]
         ready = rest & (scores > log_threshold(self.threshold))
         quota = highest(scores, torch.full_like(step.state.rows, self.quota))

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import reference_samplers as reference
@@ -23,13 +24,13 @@ from mdlm.samplers.draw import Draw
 from mdlm.samplers.driver import Run, row_keys
 from mdlm.samplers.history import Credit, Stability, StableThreshold
 from mdlm.samplers.presets import build_strategy
-from mdlm.samplers.saber import Backtrack, RisingBar
+from mdlm.samplers.revise import Revision
 from mdlm.samplers.scores import SCORES, negative_entropy, probability
 from mdlm.samplers.select import Looking, Threshold, TopK
 from mdlm.samplers.select_adaptive import EntropyBudget, Factor
-from mdlm.samplers.state import Step
+from mdlm.samplers.state import State, Step
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks
+from mdlm.samplers.windows import Blocks, Sliding
 
 SAMPLE = Draw(temperature=1.0)
 MODELS: dict[str, Callable[[], Denoiser]] = {
@@ -367,10 +368,59 @@ def test_credit_begins_anew_with_every_block_and_fades() -> None:
         assert float(last.log_probs[0, position]) == pytest.approx(math.log(lead / (lead + 0.4)), rel=1e-12)
 
 
-def test_credit_goes_to_masked_positions_only_and_never_to_the_mask() -> None:
-    strategy = Strategy(select=RisingBar(2), revise=Backtrack(2), transforms=(Credit(5.0),))
-    last = unmask(HashDenoiser(), ragged_canvas(), strategy).last
-    assert not bool((last.tokens == MASK)[ragged_canvas().editable].any())
+def test_windows_that_overlap_begin_anew_with_their_number_too() -> None:
+    """A sliding window counts as a new block after every second token; positions stay in sight across that."""
+    law = torch.tensor([0.8, 0.2, 0.0], dtype=torch.float64)
+    denoiser = FunctionDenoiser(lambda tokens: law.log().expand(*tokens.shape, 3), 2, 3)
+    window = Sliding(masks=3, length=9, renew=2)
+    klass = Strategy(select=StableThreshold(0.6, n=1), window=window)
+    last = unmask(denoiser, Canvas.from_prompts([[]], 8), klass).last
+    assert last.step_map[0].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
+    credit = Strategy(select=TopK(1), transforms=(Credit(1.0, 0.0, 1.0),), window=window)
+    last = unmask(denoiser, Canvas.from_prompts([[]], 6), credit).last
+    for position, k in enumerate([1, 2, 1, 2, 1, 2]):
+        lead = 0.8 * (1 + k)
+        assert float(last.log_probs[0, position]) == pytest.approx(math.log(lead / (lead + 0.2)), rel=1e-12)
+    strategy = dataclasses.replace(credit, draw=SAMPLE, select=TopK(1), window=Sliding(5, 20, renew=3))
+    for seed in range(5):
+        assert not bool(unmask(HashDenoiser(seed=seed), ragged_canvas(), strategy).last.masked.any())
+
+
+@dataclass(frozen=True)
+class MaskAgain:
+    """Masks position 0 again after step 1."""
+
+    reads_decided: ClassVar[bool] = True
+    max_edits: ClassVar[int] = 1
+
+    def pending(self, state: State) -> Bool[Tensor, " batch"]:
+        return torch.zeros_like(state.rows, dtype=torch.bool)
+
+    def __call__(self, step: Step, committed: Bool[Tensor, "batch seq"]) -> Revision:
+        flags = torch.zeros_like(committed)
+        flags[:, 0] = step.state.step == 1
+        return Revision(remask=flags)
+
+
+def test_credit_and_movement_come_from_masked_predictions_only() -> None:
+    """A decided position predicts what it holds; masked again, it has no credit and no past from then."""
+
+    def logits(tokens: Tensor) -> Tensor:
+        p = torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64).expand(*tokens.shape, 3).clone()
+        p[tokens != 2] = torch.tensor([0.01, 0.99, 0.0], dtype=torch.float64)
+        return p.log()
+
+    canvas, denoiser = Canvas.from_prompts([[]], 3), FunctionDenoiser(logits, 2, 3)
+    strategy = Strategy(
+        select=Script(((0,), (1,), (0,), (2,))), revise=MaskAgain(), transforms=(Credit(1.0, 0.0, 0.5),)
+    )
+    last = unmask(denoiser, canvas, strategy).last
+    lead = 0.6 * (1 + 1 + 0.25)
+    assert float(last.log_probs[0, 0]) == pytest.approx(math.log(lead / (lead + 0.4)), rel=1e-12)
+    script = Script(((0,), (1,), (0,), (2,)))
+    score = Stability(probability, 1.0, first="skip")
+    unmask(denoiser, canvas, Strategy(score=score, select=script, revise=MaskAgain()))
+    assert script.seen[2][0] == pytest.approx(math.log(0.6))
 
 
 # Saber.
