@@ -15,6 +15,7 @@ from sampler_tools import MASK, VOCAB, HashDenoiser, ragged_canvas, same_rows, t
 from span_steps import make_step, positions, random_step, scores_of
 from torch import Tensor
 
+from mdlm.samplers.cache_policies import BlockCache, DualCache, PrefixCache
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.conflicts import CrossProbability, Graph, MutualTop1, ThresholdedAttention
 from mdlm.samplers.guidance import Guided
@@ -184,6 +185,13 @@ def test_attention_is_asked_of_the_same_forward() -> None:
 def test_a_denoiser_without_attention_is_refused_before_the_first_step(name: str) -> None:
     with pytest.raises(ValueError, match=r"HashDenoiser does not give; ModelDenoiser .* 'depcap'"):
         unmask(HashDenoiser(), ragged_canvas(), build_strategy(name))
+
+
+@pytest.mark.parametrize("cache", [PrefixCache(), DualCache(), BlockCache(), Guided(0.5, PrefixCache())], ids=str)
+def test_attention_over_the_whole_canvas_and_a_cache_exclude_each_other(cache: Any) -> None:
+    strategy = Strategy(select=Clusters(0.2, conflict=MutualTop1()), window=Blocks(4), cache=cache)
+    with pytest.raises(ValueError, match=r"reads attention over the whole canvas, .* leave the cache out"):
+        unmask(tiny_model(block_size=4), ragged_canvas(), strategy)
 
 
 def test_guidance_decides_by_the_attention_of_the_branch_that_sees_the_prompt() -> None:
