@@ -65,16 +65,16 @@ def token_automaton(
     wrong = [token for token in (*eos_token_ids, *banned) if not 0 <= token < len(texts)]
     if wrong:
         raise ValueError(f"token ids {wrong} do not exist; there are 0 .. {len(texts) - 1}")
-    table, accepting = byte_automaton(pattern)
-    next_state, accepting = _lift(table, accepting, texts, eos_token_ids, banned)
-    next_state, accepting = _trim(next_state, accepting)
-    if not len(next_state):
+    table, accepting = _reduce(*byte_automaton(pattern))
+    if len(table):
+        next_state, accepting = _lift(table, accepting, texts, eos_token_ids, banned)
+        columns, kind = np.unique(next_state, axis=1, return_inverse=True)
+        table, accepting = _reduce(columns, accepting)
+    if not len(table):
         raise ValueError(f"no sequence of the model's tokens matches {pattern!r}; widen the pattern")
-    next_state, accepting = _minimise(next_state, accepting)
-    columns, token_class = np.unique(next_state, axis=1, return_inverse=True)
-    return TokenAutomaton(
-        torch.from_numpy(columns), torch.from_numpy(token_class.reshape(-1)), torch.from_numpy(accepting)
-    )
+    columns, token_class = np.unique(table, axis=1, return_inverse=True)
+    token_class = token_class.reshape(-1)[kind.reshape(-1)]
+    return TokenAutomaton(torch.from_numpy(columns), torch.from_numpy(token_class), torch.from_numpy(accepting))
 
 
 def byte_automaton(pattern: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -170,9 +170,9 @@ def _lift(
     eos_token_ids: Sequence[int],
     banned: Sequence[int],
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """From bytes to tokens: next state `[states, vocab]` (-1: none), accepting `[states]`."""
+    """From bytes (number of states: none) to tokens: next state `[states, vocab]` (-1: none), accepting `[states]`."""
     dead, ended = len(table), len(table) + 1
-    full = np.concatenate([np.where(table < 0, dead, table), np.full((1, 256), dead)])
+    full = np.concatenate([table, np.full((1, 256), dead)]).astype(np.int32)
     order = sorted((token for token, text in enumerate(texts) if text), key=lambda token: -len(texts[token] or b""))
     spelt = [texts[token] or b"" for token in order]
     columns = []
@@ -181,12 +181,12 @@ def _lift(
         columns.append(np.array([text[place] for text in spelt[:longer]]))
     numbers, queue, rows = {0: 0}, [0], []
     for state in queue:  # grows while it is read
-        row = np.full(len(texts), dead)
+        row = np.full(len(texts), dead, dtype=np.int32)
         if state == ended:
             row[[token for token, text in enumerate(texts) if text]] = ended
             row[list(eos_token_ids)] = ended
         else:
-            at = np.full(len(order), state)
+            at = np.full(len(order), state, dtype=np.int32)
             for column in columns:
                 at[: len(column)] = full[at[: len(column)], column]
             row[order] = at
@@ -200,6 +200,12 @@ def _lift(
     renumber = np.full(ended + 1, -1)
     renumber[list(numbers)] = list(numbers.values())
     return renumber[np.stack(rows)], np.array([state == ended or bool(accepting[state]) for state in queue])
+
+
+def _reduce(next_state: NDArray[np.int64], accepting: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The smallest automaton of the same language; "none" (-1 before) is its number of states. Empty: no language."""
+    next_state, accepting = _trim(next_state, accepting)
+    return _minimise(next_state, accepting) if len(next_state) else (next_state, accepting)
 
 
 def _trim(next_state: NDArray[np.int64], accepting: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
