@@ -1,7 +1,7 @@
 """How the denoiser is fed: the whole canvas in every step, or less of it with the help of stored keys and values.
 
 A `CachePolicy` is a value; `start` makes the `Feeder` of one run, so no two runs share anything. Feeders count what
-they cost: evaluations (`nfe`), model calls (`forwards`) and tokens per row. Read next: `driver.py`.
+they cost: evaluations (`nfe`), model calls (`forwards`) and tokens per row. Read next: `cache_policies.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Feeder(Protocol):
         window: Bool[Tensor, "batch seq"],
     ) -> Float[Tensor, "rows vocab"]:
         """Log-probabilities at `at`, packed; `tokens` is the canvas (or guidance's variant of it). Rows without a
-        position
-        in `at` are not fed and cost nothing."""
+        position in `at` are not fed and cost nothing."""
 
     def keep(self, rows: Int64[Tensor, " batch"]) -> None:
         """Forget all rows but these."""

@@ -26,6 +26,10 @@ from mdlm.samplers.driver import Run, row_keys
 from mdlm.samplers.generate import generate
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
+from mdlm.samplers.select import Threshold
+from mdlm.samplers.select_adaptive import Factor
+from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.windows import Blocks
 
 
 @dataclass(frozen=True)
@@ -162,3 +166,19 @@ def test_generate_takes_a_cache_by_name() -> None:
     assert guided.tokens_fed.tolist() == [2 * (2 * 10 + 6 * 4)]
     with pytest.raises(ValueError, match="cache is 'duel'; it must be one of none, prefix, dual"):
         generate(model, None, [[3, 4]], cache="duel", **options)  # type: ignore[arg-type]
+
+
+def test_presets_are_these_compositions() -> None:
+    assert build_strategy("fast_dllm") == Strategy(select=Threshold(0.9), window=Blocks(32), cache=DualCache())
+    factor = build_strategy("fast_dllm", factor=1.0, cache="prefix", block_length=8)
+    assert factor == Strategy(select=Factor(1.0), window=Blocks(8), cache=PrefixCache())
+    with pytest.raises(ValueError, match="cache is 'none'; it must be one of prefix, dual"):
+        build_strategy("fast_dllm", cache="none")
+
+
+def test_block_diffusion_is_the_same_with_its_cache() -> None:
+    model = tiny_model(block_size=4).model
+    options: dict[str, Any] = {"strategy": "block_diffusion", "block_length": 4, "max_new_tokens": 9, "threshold": 0.6}
+    plain, cached = (generate(model, None, PROMPTS, eos="ignore", cache=name, **options) for name in (None, "block"))
+    assert [row.tolist() for row in plain.tokens] == [row.tolist() for row in cached.tokens]
+    assert bool((cached.tokens_fed < plain.tokens_fed).all())
