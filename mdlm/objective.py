@@ -36,16 +36,18 @@ from mdlm.schedule import (
     nelbo_weight,
     unknown_name,
 )
+from mdlm.weights import cart_weights, complementary_weights
 
 if TYPE_CHECKING:
     from mdlm.data import Batch
 
 Masking = Literal["independent", "count"]
-Weighting = Literal["nelbo", "llada", "none"]
+Weighting = Literal["nelbo", "llada", "cart", "none"]
 Reduction = Literal["token_mean", "sequence_mean"]
+Normaliser = Literal["maskable", "masked", "rows", "weight"]
 
 MASKINGS = ("independent", "count")
-WEIGHTINGS = ("nelbo", "llada", "none")
+WEIGHTINGS = ("nelbo", "llada", "cart", "none")
 REDUCTIONS = ("token_mean", "sequence_mean")
 _CHUNK_ELEMENTS = {"cpu": 2**18}  # one megabyte of float32 stays in a core's cache
 _CHUNK_ELEMENTS_ELSEWHERE = 2**26
@@ -159,8 +161,8 @@ class NoisedBatch:
     rows: Int[Tensor, "batch"]
     times: Float64[Tensor, "batch"]
     maskable_count: Int[Tensor, "batch"]
-    normaliser: Literal["maskable", "masked", "rows"]
-    """What `Objective.denominator` counts: maskable tokens, masked tokens, or rows with any maskable token."""
+    normaliser: Normaliser
+    """What `Objective.denominator` counts: maskable tokens, masked tokens, rows with any maskable token, or weights."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> NoisedBatch:
         """The same batch with every tensor on `device`."""
@@ -170,6 +172,12 @@ class NoisedBatch:
             if isinstance(value := self.__dict__[field.name], Tensor)
         }
         return replace(self, **moved)
+
+
+def _twice(batch: Batch) -> Batch:
+    """Every row once more, behind all others."""
+    both: dict[str, Any] = {name: None if x is None else torch.cat([x, x]) for name, x in batch.__dict__.items()}
+    return replace(batch, **both)
 
 
 @dataclass(frozen=True)
@@ -194,20 +202,28 @@ class ObjectiveConfig:
     sampling: TimeSampling = "low_discrepancy"
     """How times are spread over the global batch (`mdlm.schedule.TIME_SAMPLING`)."""
     eps: float = 1e-3
-    """Times are drawn from (eps, 1]; the weight makes up for the part left out: uniform logits cost log V exactly."""
+    """Times are drawn from (eps, t_max]; the weight makes up for the rest: uniform logits cost log V exactly."""
+    t_max: float = 1.0
+    """Below 1 the noise range is clipped from above, as eps does from below (BD3-LM, arXiv 2503.09573)."""
     masking: Masking = "independent"
     """`independent`: every token for itself, as the process says; `count`: the number of masked tokens follows from the
     time, and only which ones is random. The same loss in expectation, with less variance."""
+    complementary: bool = False
+    """Train on each row twice, with a mask and with its complement, so that every token is predicted once (Fast-dLLM
+    v2, arXiv 2509.26328). Twice the work per row; the same loss in expectation. Needs masking `count`."""
     weighting: Weighting = "nelbo"
     """`nelbo`: MDLM's -alpha'/(1-alpha); `llada`: 1 / mask probability (linear schedule only, where it is the same
-    thing); `none`: 1, the plain mean over masked tokens, which is not a bound on the likelihood."""
+    thing); `cart`: more for tokens near visible ones (`mdlm/weights.py`); `none`: 1, the plain mean over masked
+    tokens. The last two are weighted means, no bounds on the likelihood."""
+    cart_p: float = 0.1
+    """Parameter of `cart`'s geometric distribution over distances, in (0, 1); larger looks less far."""
     reduction: Reduction = "token_mean"
     """`token_mean`: per maskable token of the global batch; `sequence_mean`: per maskable token of each row, then the
     mean over rows (LLaDA's fine-tuning loss)."""
     warmup_steps: int = 0
-    """Corruption warm-up (Stable-DiffCoder, arXiv 2601.15892): for the first `warmup_steps` steps times are
-    drawn from (0, u_max], u_max grows linearly from `warmup_start` to 1, and the loss is the plain mean over the masked
-    tokens of the global batch, whatever `weighting` and `reduction` say for later."""
+    """Corruption warm-up (Stable-DiffCoder, arXiv 2601.15892): for the first `warmup_steps` steps times are drawn from
+    (0, u_max], u_max grows linearly from `warmup_start` to t_max, and the loss is the plain mean over the masked tokens
+    of the global batch, whatever `weighting` and `reduction` say for later."""
     warmup_start: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -226,12 +242,26 @@ class ObjectiveConfig:
                 f"got schedule {self.schedule!r}: use weighting 'nelbo', "
                 "which is the same loss for 'linear' and right for every schedule"
             )
-        if not 0.0 <= self.eps < 1.0:
-            raise ValueError(f"eps must lie in [0, 1), got {self.eps}")
+        if not 0.0 <= self.eps < self.t_max <= 1.0:
+            raise ValueError(f"times come from (eps, t_max] inside (0, 1], got eps={self.eps}, t_max={self.t_max}")
+        if not 0.0 < self.cart_p < 1.0:
+            raise ValueError(f"cart_p must lie in (0, 1), got {self.cart_p}")
+        if self.weighting != "cart" and self.cart_p != ObjectiveConfig.cart_p:
+            raise ValueError(f"cart_p={self.cart_p} has no effect with weighting {self.weighting!r}, only with 'cart'")
+        if self.complementary and (self.masking != "count" or self.warmup_steps):
+            raise ValueError(
+                "complementary needs masking 'count' (a complement of independent masks would need weights without "
+                f"bound) and no corruption warm-up (whose complements mask most tokens); got masking {self.masking!r}, "
+                f"warmup_steps {self.warmup_steps}"
+            )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
         if not 0.0 < self.warmup_start <= 1.0:
             raise ValueError(f"warmup_start is a time in (0, 1], got {self.warmup_start}")
+        if self.warmup_steps and self.warmup_start > self.t_max:
+            raise ValueError(
+                f"warmup_start={self.warmup_start} must not lie above t_max={self.t_max}, where it leads to"
+            )
 
     def noise_schedule(self) -> NoiseSchedule:
         """The schedule these options name."""
@@ -268,10 +298,10 @@ class Objective(ObjectiveConfig):
         return step < self.warmup_steps
 
     def max_time(self, step: int) -> float:
-        """Upper end of the times drawn in `step`: u_max during the warm-up, 1 after it."""
+        """Upper end of the times drawn in `step`: u_max during the warm-up, t_max after it."""
         if not self.in_warmup(step):
-            return 1.0
-        return self.warmup_start + (1.0 - self.warmup_start) * step / self.warmup_steps
+            return self.t_max
+        return self.warmup_start + (self.t_max - self.warmup_start) * step / self.warmup_steps
 
     def noise(self, batch: Batch, step: int) -> NoisedBatch:
         """The forward process applied to `batch`: a function of (seed, the batch's row numbers, step).
@@ -280,30 +310,43 @@ class Objective(ObjectiveConfig):
         Raises ValueError where the text holds the mask token at a maskable position.
         """
         schedule, warmup = self.noise_schedule(), self.in_warmup(step)
-        eps = 0.0 if warmup else self.eps
-        t = draw_times(batch.rows, self.global_batch, self.seed, self.sampling, eps, self.max_time(step))
+        eps, t_max = 0.0 if warmup else self.eps, self.max_time(step)
+        t = draw_times(batch.rows, self.global_batch, self.seed, self.sampling, eps, t_max)
         maskable_count = batch.maskable.sum(dim=1)
         where = (batch.rows, self.seed, self.mask_token_id)
         if self.masking == "count":
-            count, row_weight = exact_counts(schedule, t, maskable_count, eps)
+            count, row_weight = exact_counts(schedule, t, maskable_count, eps, t_max)
             corruption = mask_count(batch.input_ids, batch.maskable, count, *where)
+            masked = corruption.masked
         else:
             p = schedule.mask_prob(t)
             corruption = mask_tokens(batch.input_ids, batch.maskable, p, *where)
-            time_weight = 1.0 / p if self.weighting == "llada" else nelbo_weight(schedule, t, eps)
+            masked = corruption.masked
+            time_weight = 1.0 / p if self.weighting == "llada" else nelbo_weight(schedule, t, eps, t_max)
             row_weight = time_weight * corruption.importance
-        normaliser: Literal["maskable", "masked", "rows"] = "maskable"
+        if self.complementary:
+            batch = _twice(batch)
+            masked = torch.cat([masked, batch.maskable[: len(t)] & ~masked])
+            t, maskable_count = t.repeat(2), maskable_count.repeat(2)
+            row_weight = complementary_weights(schedule, masked.sum(dim=1), maskable_count, eps, t_max)
+        normaliser: Normaliser = "maskable"
         per_row = maskable_count
         if warmup or self.weighting == "none":
-            row_weight, per_row, normaliser = torch.ones_like(t), corruption.masked.sum(dim=1), "masked"
-        if self.reduction == "sequence_mean" and not warmup:
-            row_weight = row_weight / per_row.clamp(min=1)
-            normaliser = "rows"
+            row_weight, normaliser = torch.ones_like(t), "masked"
+            per_row = maskable_count / 2 if self.complementary else masked.sum(dim=1)  # a pair masks each token once
+        if self.weighting == "cart" and not warmup:
+            weight, normaliser = cart_weights(masked, batch.attention_mask, batch.position_ids, self.cart_p), "weight"
+            if self.reduction == "sequence_mean":
+                weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        else:
+            if self.reduction == "sequence_mean" and not warmup:
+                row_weight, normaliser = row_weight / per_row.clamp(min=0.5), "rows"
+            weight = row_weight[:, None] * masked
         return NoisedBatch(
-            input_ids=corruption.input_ids,
+            input_ids=batch.input_ids.masked_fill(masked, self.mask_token_id),
             targets=batch.input_ids,
-            masked=corruption.masked,
-            weight=(row_weight[:, None] * corruption.masked).float(),
+            masked=masked,
+            weight=weight.float(),
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
             rows=batch.rows,
@@ -321,6 +364,8 @@ class Objective(ObjectiveConfig):
             return noised.maskable_count.sum().double()
         if noised.normaliser == "rows":
             return (noised.maskable_count > 0).sum().double()
+        if noised.normaliser == "weight":
+            return noised.weight.sum(dtype=torch.float64)
         return noised.masked.sum().double()
 
     def numerator(self, model: Any, noised: NoisedBatch) -> LossTerms:

@@ -160,20 +160,24 @@ def make_schedule(name: str, power: float | None = None) -> NoiseSchedule:
     return Polynomial(power)
 
 
-def nelbo_weight(schedule: NoiseSchedule, t: Tensor, eps: float) -> Float64[Tensor, "..."]:
-    """The NELBO's weight for t uniform in (eps, 1], where masks are drawn independently.
+def nelbo_weight(schedule: NoiseSchedule, t: Tensor, eps: float, t_max: float = 1.0) -> Float64[Tensor, "..."]:
+    """The NELBO's weight for t uniform in (eps, t_max], where masks are drawn independently.
 
     The expectation of weight * (share of masked tokens) is 1 for every eps: the loss of the times left out is taken to
     be that of the others, so uniform logits cost log V exactly. With eps = 0 this is `schedule.weight`.
     """
-    low, high = schedule.mask_prob(torch.tensor([eps, 1.0], dtype=torch.float64)).tolist()
-    return schedule.weight(t) * ((1.0 - eps) / (high - low))
+    low, high = schedule.mask_prob(torch.tensor([eps, t_max], dtype=torch.float64)).tolist()
+    return schedule.weight(t) * ((t_max - eps) / (high - low))
 
 
 def exact_counts(
-    schedule: NoiseSchedule, t: Float64[Tensor, "batch"], maskable: Int[Tensor, "batch"], eps: float
+    schedule: NoiseSchedule,
+    t: Float64[Tensor, "batch"],
+    maskable: Int[Tensor, "batch"],
+    eps: float,
+    t_max: float = 1.0,
 ) -> tuple[Int64[Tensor, "batch"], Float64[Tensor, "batch"]]:
-    """How many of `maskable` tokens to mask at time t, and the NELBO's weight for that count, t uniform in (eps, 1].
+    """How many of `maskable` tokens to mask at time t uniform in (eps, t_max], and the NELBO's weight for that count.
 
     k = ceil(mask_prob(t) * n) of n tokens, all sets of k alike, weight 1 / (k P(k)): n / k for the linear schedule
     (LLaDA's likelihood estimate, arXiv 2502.09992, section 2.4). It is the NELBO with time integrated out given the
@@ -183,9 +187,11 @@ def exact_counts(
     n = maskable.double()
     size = n.clamp(min=1.0)
     k = torch.minimum(torch.ceil(schedule.mask_prob(t) * n).clamp(min=1.0), n)
-    times = schedule.time(k / size) - schedule.time((k - 1.0).clamp(min=0.0) / size).clamp(min=eps)
-    low = float(schedule.mask_prob(torch.tensor(eps, dtype=torch.float64)))
-    weight = n / (n - torch.floor(low * n)) * (1.0 - eps) / (k.clamp(min=1.0) * times)
+    upper = schedule.time(k / size).clamp(max=t_max)
+    times = upper - schedule.time((k - 1.0).clamp(min=0.0) / size).clamp(min=eps)
+    low, high = schedule.mask_prob(torch.tensor([eps, t_max], dtype=torch.float64)).tolist()
+    reached = torch.ceil(high * n) - torch.floor(low * n)
+    weight = n / reached * (t_max - eps) / (k.clamp(min=1.0) * times)
     return k.long(), torch.where(n > 0, weight, 0.0)
 
 

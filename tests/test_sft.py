@@ -139,9 +139,14 @@ def test_the_prompt_and_the_padding_are_never_noised(packing):
 
 @pytest.mark.parametrize("policy", ["eos_one", "eos_to_batch"])
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
-def test_loss_and_gradient_do_not_scale_with_accumulation_or_processes(policy, reduction):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weighting": "cart"}, {"masking": "count", "complementary": True}, {"eps": 0.3, "t_max": 0.8}],
+    ids=str,
+)
+def test_loss_and_gradient_do_not_scale_with_accumulation_or_processes(policy, reduction, options):
     """dllm, SDAR #27, NeMo #2437: the loss grew with accumulation, or the normaliser was that of the micro-batch."""
-    data, loss, net = examples(pad_supervision=policy), objective(reduction=reduction), model()
+    data, loss, net = examples(pad_supervision=policy), objective(reduction=reduction, **options), model()
     whole = loss_and_gradient(net, loss, [loss.noise(b, 0) for b in split(data, GLOBAL, 1)])
     assert whole[0] > 1.0
     for micro, world in ((1, 1), (2, 1), (4, 1), (4, 2), (1, 4), (1, 8)):

@@ -318,7 +318,8 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
     config, seq_len = run.core.config, run.config.data.seq_len
 
     def flops(head_share: float) -> float:
-        return train_flops_per_token(config, seq_len, head_share)
+        views = 1 + run.objective.complementary
+        return views * train_flops_per_token(config, seq_len, head_share / views)
 
     frozen = any(not p.requires_grad for p in run.core.parameters())  # whose gradients cost nothing: no honest MFU
     if not run.config.train.measure_peak or frozen:
