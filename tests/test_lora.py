@@ -6,12 +6,14 @@ import builtins
 import json
 import shutil
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from public_folders import make_folder
 from safetensors.torch import load_file
 from test_sft import RUN, pairs
 from test_training_processes import LAUNCH, launch
@@ -243,3 +245,25 @@ def test_weights_that_are_not_finite_are_refused(base, data, tmp_path):
     tokenizer.save_pretrained(tmp_path / "bad")
     with pytest.raises(ValueError, match="1 weights are not finite"):
         start(tuned(data, tmp_path / "run", tmp_path / "bad"))
+
+
+def test_the_recipe_runs_on_a_model_in_llada_format(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sft_lora.yaml as it is, but short and small, with the base read from LLaDA's names; then sampling and merging."""
+    make_folder(tmp_path / "llada", "llada")
+    recipe = Path(str(files("mdlm.training.recipes"))) / "sft_lora.yaml"
+    reduced = {
+        "output_dir": tmp_path / "run", "model.init_from": tmp_path / "llada", "data.source": data, "data.seq_len": 128,
+        "train.steps": 3, "train.global_batch": 4, "train.log_every": 1, "validation.every": 3,
+        "data.validation_rows": 4, "lr_schedule.warmup_steps": 1,
+    }  # fmt: skip
+    options = [f"--{name}={value}" for name, value in reduced.items()]
+    assert train(parse_config([f"--config={recipe}", *options])) == tmp_path / "run" / "checkpoint-3"
+    assert len(records(tmp_path / "run", "train")) == 3
+    assert np.isfinite(records(tmp_path / "run", "validation")[0]["nats_per_token"])
+    assert cli.main(["merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    one, two = (load_model(tmp_path / name, device="cpu")[0] for name in ("run", "merged"))
+    assert torch.equal(logits(one), logits(two))
+    base, _ = load_model(tmp_path / "llada", device="cpu")
+    assert not torch.equal(logits(base), logits(one))

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from mdlm.data import Batch, Data, DataConfig, open_data
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import NoisedBatch, Objective, ObjectiveConfig
 from mdlm.rng import counter_uniform
+from mdlm.training.config import parse_config
 from mdlm.training.loop import optimizer_step, start, train
 
 GLOBAL = 8
@@ -42,6 +44,10 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 
 PAIRS = pairs(40)
+
+
+def as_chat(row: dict[str, str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
 
 
 @pytest.fixture(autouse=True)
@@ -289,10 +295,7 @@ def test_the_checkpoint_keeps_the_chat_template(tmp_path):
     from transformers import AutoTokenizer
 
     chats = tmp_path / "chats.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": p["prompt"]}, {"role": "assistant", "content": p["completion"]}]}
-        for p in PAIRS
-    ]
+    rows = [{"messages": as_chat(row)} for row in PAIRS]
     chats.write_text("\n".join(json.dumps(row) for row in rows))
     options = {**RUN, "data__records": "messages", "data__chat_template": "plain", "train__steps": 1}
     checkpoint = train(configure(chats, tmp_path / "run", **options))
@@ -340,3 +343,22 @@ def test_one_step_of_the_loop_is_the_loss_of_the_reference(folder, tmp_path):
         nll = sum(float(np.log(np.exp(logits[i]).sum()) - logits[i][clean[i] - 1]) for i in masked)
         total += int(batch.maskable[r].sum()) / len(masked) * nll
     assert float(run.unlogged[0][0]) == pytest.approx(total / int(batch.maskable.sum()), rel=2e-6)
+
+
+def test_the_recipe_runs_on_ones_own_model(folder: Path, tmp_path: Path) -> None:
+    """sft.yaml as it is, but short and small: from a run's folder, on chats."""
+    base = train(configure(folder, tmp_path / "base", **{**RUN, "train__steps": 1}))
+    assert base is not None
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(json.dumps({"messages": as_chat(row)}) for row in PAIRS))
+    recipe = Path(str(files("mdlm.training.recipes"))) / "sft.yaml"
+    reduced = {
+        "output_dir": tmp_path / "run", "model.init_from": tmp_path / "base", "data.source": chats, "data.seq_len": 64,
+        "train.steps": 3, "train.global_batch": 8, "train.log_every": 1, "validation.every": 3,
+        "data.validation_rows": 4, "lr_schedule.warmup_steps": 1,
+    }  # fmt: skip
+    options = [f"--{name}={value}" for name, value in reduced.items()]
+    with fresh_accelerate():
+        assert train(parse_config([f"--config={recipe}", *options])) == tmp_path / "run" / "checkpoint-3"
+    assert len(records(tmp_path / "run", "train")) == 3
+    assert math.isfinite(records(tmp_path / "run", "validation")[0]["nats_per_token"])

@@ -33,7 +33,8 @@ class ModelConfig:
     """The model: a new one by its sizes, or the weights, config and tokenizer of a folder (`init_from`)."""
 
     init_from: str | None = None
-    """Folder of an MDLM checkpoint to start from; the sizes below then come from it and must not be given."""
+    """Folder to start from: a checkpoint or run of ours, or a public model (LLaDA, Dream, ...); the sizes below then
+    come from it and must not be given. A causal model is made into one with `mdlm convert` first."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 6

@@ -26,6 +26,7 @@ from mdlm.chat import chat_tokenizer
 from mdlm.config import MDLMConfig
 from mdlm.convert import is_public, load_public, open_checkpoint
 from mdlm.data import BatchStream, Data, open_data, training_texts
+from mdlm.load import model_folder
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import Objective
 from mdlm.tokenization import (
@@ -199,7 +200,7 @@ def make_tokenizer(config: TrainConfig, resume: Path | None, accelerator: Accele
     """The tokenizer configured; else the checkpoint's or that of `init_from`; else one that the main process trains."""
     if config.tokenizer.path is not None:
         return load_tokenizer(config.tokenizer.path)
-    source = config.model.init_from if resume is None else resume
+    source = initial_folder(config) if resume is None else resume
     if source is not None:
         return load_tokenizer(source) if not _is_public(source) else _public_tokenizer(source)
     trained: list[PreTrainedTokenizerBase | None] = [None]
@@ -209,6 +210,12 @@ def make_tokenizer(config: TrainConfig, resume: Path | None, accelerator: Accele
     broadcast_object_list(trained)
     assert trained[0] is not None
     return trained[0]
+
+
+def initial_folder(config: TrainConfig) -> str | None:
+    """What `init_from` means: the folder, of a run its newest checkpoint; None without it."""
+    source = config.model.init_from
+    return str(model_folder(source)) if source is not None and Path(source).is_dir() else source
 
 
 def _is_public(source: str | Path) -> bool:
@@ -241,8 +248,9 @@ def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTo
     """The model with its initial weights, the same on every process. Raises ValueError where sizes do not fit."""
     torch.manual_seed(config.seed)
     options = config.model
-    if options.init_from is not None:
-        model = _stored_model(config, options.init_from if resume is None or config.lora.r is not None else resume)
+    initial = initial_folder(config)
+    if initial is not None:
+        model = _stored_model(config, initial if resume is None or config.lora.r is not None else resume)
     else:
         sizes = MDLMConfig(
             vocab_size=padded_vocab_size(tokenizer),

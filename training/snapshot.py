@@ -23,7 +23,7 @@ from mdlm.config import MDLMConfig
 from mdlm.data import BatchStream, merge_states
 from mdlm.training.config import as_dict
 from mdlm.training.ema import EMA
-from mdlm.training.setup import Run, build_objective, fingerprint
+from mdlm.training.setup import Run, build_objective, fingerprint, initial_folder
 from mdlm.training.state import (
     check_same_shapes,
     gather_all,
@@ -61,7 +61,7 @@ def save(run: Run) -> Path:
         run.accelerator.wait_for_everyone()  # everybody has written
     if keep:
         published = {**weights, **average}
-        lora, base = run.config.lora, run.config.model.init_from
+        lora, base = run.config.lora, initial_folder(run.config)
         ck.write_model(partial, run.core.config, published if lora.r is None else {}, run.tokenizer)
         if lora.r is not None and base is not None:
             save_adapter(partial / ADAPTER_FOLDER, published, lora, base, base_hash(run.core))
