@@ -282,11 +282,11 @@ class Credit:
         return chosen or ranked(confidence)[:1]
 
 
-def saber(model: Model, tokens: Row, editable: Sequence[bool], mask: int, least: int, backtrack: bool) -> Any:
+def saber(model: Model, tokens: Row, editable: Sequence[bool], mask: int, least: int, most: int) -> Any:
     """Saber on the whole canvas, greedy; also says how often something was taken back.
 
     Backtracking judges what is written (its probability now against one step ago, or against its commit), never what
-    was committed in the same step, and no position more than 8 times.
+    was committed in the same step, and no position more than `most` times.
     """
     row = [mask if flag else token for token, flag in zip(tokens, editable)]
     undecided = {i for i, flag in enumerate(editable) if flag}
@@ -304,9 +304,9 @@ def saber(model: Model, tokens: Row, editable: Sequence[bool], mask: int, least:
         for i in chosen:
             row[i], step_map[i], committed[i] = best(law[i]), step, confidence[i]
             undecided.remove(i)
-        if backtrack:
+        if most:
             now = {i: law[i][row[i]] for i in held}
-            fall = {i: last.get(i, committed[i]) - now[i] for i in held if edits[i] < 8}
+            fall = {i: last.get(i, committed[i]) - now[i] for i in held if edits[i] < most}
             r = min(max(least // 2, math.ceil(len(chosen) / 8)), len(chosen) - 1)
             gone = ranked(fall)[:r] if undecided else []
             last = {i: now[i] for i in held if i not in gone}
