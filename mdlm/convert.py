@@ -229,6 +229,7 @@ def load_public(
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(device=device, dtype=dtype or tensor.dtype)))
     model.tie_weights()
+    assert not any(tensor.is_meta for tensor in model.state_dict().values()), "a tensor was not loaded"
     model.config.dtype = model.dtype
     tokenizer = None if opened.tokenizer is None else prepare_tokenizer(opened.tokenizer.tokenizer)
     if tokenizer is not None:

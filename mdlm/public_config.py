@@ -44,9 +44,12 @@ def format_of(public: Mapping[str, Any], place: str) -> Format:
     if model_type == "mdlm" and "cond_dim" in public:  # the authors' own checkpoints bear our name
         reason = UNHOSTED["mdlm_dit"]
     if reason is not None:
+        use = "with its own code use mdlm.load.load_remote(path, trust_remote_code=True)"
+        if "cond_dim" in public:
+            use = "use mdlm.dit.load_dit(path, mask_token_id=...)"
         raise ValueError(
             f"{place}: model_type {model_type!r} is {reason}, which this package's transformer cannot host; to sample "
-            "it with its own code use mdlm.load.load_remote(path, trust_remote_code=True)"
+            f"it {use}"
         )
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(f"{entry.model_type} ({entry.about})" for entry in FORMATS.values())
