@@ -285,3 +285,12 @@ def test_memory_stays_within_the_checkpoint(tmp_path: Path) -> None:
     converting, loading = json.loads(done.stdout.splitlines()[-1])
     assert converting <= 0.3
     assert 0.5 <= loading <= 1.3
+
+
+def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path) -> None:
+    pf.make_folder(tmp_path / "src", "sdar")
+    (tmp_path / ".ours.partial").mkdir()
+    (tmp_path / ".ours.partial" / "model.safetensors").write_bytes(b"half")
+    convert(str(tmp_path / "src"), str(tmp_path / "ours"))
+    assert {p.name for p in tmp_path.iterdir()} == {"src", "ours"}
+    assert load_model(tmp_path / "ours", device="cpu")[0].config.block_size == 4
