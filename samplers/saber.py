@@ -79,6 +79,5 @@ class Backtrack:
         k = committed.sum(dim=-1)
         r = torch.maximum(torch.full_like(k, self.least // 2), (k + 7) // 8).minimum((k - 1).clamp(min=0))
         r = r.masked_fill(~(state.masked & step.window).any(dim=-1), 0)
-        remask = highest(fall, r)
-        memory["last"] = now.masked_fill(remask, torch.nan)
-        return Revision(remask=remask)
+        memory["last"] = now
+        return Revision(remask=highest(fall, r))
