@@ -55,6 +55,21 @@ class ExactSource(ABC):
     def entropy(self) -> float:
         """Exact entropy of one sequence, nats."""
 
+    entropy_error: float = 0.0
+    """Standard error of `entropy` in nats where it is an estimate; known once `entropy` was called."""
+
+    def step_log_probs(self, sequences: Int[Tensor, "n length"]) -> Float64[Tensor, "n length"]:
+        """log p(symbol | symbols left of it), nats, at each position; sums to `log_prob`. A symbol behind impossible
+        ones is judged as `conditionals` does. A source with another natural order conditions along that one."""
+        x = sequences.long()
+        out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+        for i in range(self.length):
+            masked = torch.arange(self.length, device=x.device).expand_as(x) >= i
+            p = self.conditionals(x.masked_fill(masked, 0), masked)[:, i]
+            total = p.sum(dim=-1)
+            out[:, i] = torch.log(p.gather(1, x[:, i, None])[:, 0] / torch.where(total > 0, total, 1.0))
+        return out
+
     @abstractmethod
     def conditionals(
         self, tokens: Int[Tensor, "batch length"], masked: Bool[Tensor, "batch length"]
@@ -237,11 +252,15 @@ class MarkovSource(ExactSource):
             symbols.append(_draw(self.transition[symbols[-1]], n, generator))
         return torch.stack(symbols, dim=1)
 
-    def log_prob(self, sequences: Int[Tensor, "n length"]) -> Float64[Tensor, "n"]:
-        """Exact log-probability, nats."""
+    def step_log_probs(self, sequences: Int[Tensor, "n length"]) -> Float64[Tensor, "n length"]:
+        """log p(symbol | the one before it), nats."""
         x = sequences.long()
         steps = torch.log(self.transition)[x[:, :-1], x[:, 1:]]
-        return torch.log(self.initial)[x[:, 0]] + steps.sum(dim=1)
+        return torch.cat([torch.log(self.initial)[x[:, :1]], steps], dim=1)
+
+    def log_prob(self, sequences: Int[Tensor, "n length"]) -> Float64[Tensor, "n"]:
+        """Exact log-probability, nats."""
+        return self.step_log_probs(sequences).sum(dim=1)
 
     def entropy(self) -> float:
         """Exact entropy of one sequence, nats: that of the first symbol, then of each step from where the chain is."""
