@@ -93,13 +93,19 @@ class CachedDenoiser(Denoiser, Protocol):
 
 
 def emit_log_probs(
-    logits: Float[Tensor, "*axes vocab"], mask_token_id: int, num_tokens: int
+    logits: Float[Tensor, "*axes vocab"], mask_token_id: int, num_tokens: int, overwrite: bool = False
 ) -> Float[Tensor, "*axes tokens"]:
     """`subs_log_probs` for any logits: infinite ones are limits (several +inf share the mass), the rest raises.
 
-    Raises ValueError for NaN and for a position where nothing but the mask id is above -inf.
+    With `overwrite` the logits are the caller's to lose: banning the mask id in place saves a copy of them. Raises
+    ValueError for NaN and for a position where nothing but the mask id is above -inf.
     """
-    log_probs = subs_log_probs(logits, mask_token_id, num_tokens)
+    if overwrite:
+        logits[..., mask_token_id] = -torch.inf
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_probs = logits[..., :num_tokens].to(wide).log_softmax(dim=-1)
+    else:
+        log_probs = subs_log_probs(logits, mask_token_id, num_tokens)
     broken = log_probs[..., 1 if mask_token_id == 0 else 0].isnan()
     if not bool(broken.any()):
         return log_probs
@@ -158,7 +164,7 @@ class ModelDenoiser:
     ) -> Float[Tensor, "..."]:
         """See `Denoiser`."""
         out = self.model(tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at)
-        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens)
+        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens, overwrite=True)
 
     @torch.no_grad()
     def with_attention(
@@ -223,7 +229,7 @@ class ModelDenoiser:
     ) -> Float[Tensor, "..."]:
         """See `CachedDenoiser`."""
         out = self.model(tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at, kv=kv)
-        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens)
+        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens, overwrite=True)
 
 
 @dataclass(frozen=True)

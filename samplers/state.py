@@ -135,8 +135,7 @@ class Step:
     @cached_property
     def best(self) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:
         """Largest log-probability of each prediction and its token (the lowest id of equal ones)."""
-        value, token = self.log_probs.max(dim=-1)
-        return value, token
+        return largest(self.log_probs)
 
     @cached_property
     def probs(self) -> Float[Tensor, "rows vocab"]:
@@ -170,3 +169,21 @@ class Step:
     def remember(self, component: Hashable, initial: Callable[[], Memory]) -> Memory:
         """See `State.remember`."""
         return self.state.remember(component, initial)
+
+
+PART = 64
+"""Columns per part in `largest`."""
+
+
+def largest(values: Float[Tensor, "rows vocab"]) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:
+    """`values.max(dim=-1)`, the lowest index of equal ones: the largest of each part first, then the place within the
+    best part. The maximum alone is several times faster than the maximum with its index over a long axis."""
+    vocab = values.shape[-1]
+    whole = vocab - vocab % PART
+    tops = values[:, :whole].unflatten(-1, (-1, PART)).amax(dim=-1)
+    if whole < vocab:
+        tops = torch.cat([tops, values[:, whole:].amax(dim=-1, keepdim=True)], dim=-1)
+    value, part = tops.max(dim=-1)
+    columns = (part[:, None] * PART + torch.arange(PART, device=values.device)).clamp(max=vocab - 1)
+    place = values.gather(-1, columns).argmax(dim=-1, keepdim=True)
+    return value, columns.gather(-1, place)[:, 0]

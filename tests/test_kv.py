@@ -9,7 +9,7 @@ import torch
 from model_tools import VOCAB, make_model
 from torch import Tensor
 
-from mdlm.denoiser import CachedDenoiser, FunctionDenoiser, ModelDenoiser
+from mdlm.denoiser import CachedDenoiser, FunctionDenoiser, ModelDenoiser, emit_log_probs
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM
 
@@ -149,3 +149,15 @@ def test_who_has_the_capability() -> None:
     model = make_model("sdpa", mask_token_id=0)
     assert isinstance(ModelDenoiser(model), CachedDenoiser)
     assert not isinstance(FunctionDenoiser(lambda t: torch.zeros(*t.shape, 4), 3, 4), CachedDenoiser)
+
+
+@pytest.mark.parametrize("num_tokens", [VOCAB, VOCAB - 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_overwriting_logits_changes_nothing_but_them(dtype: torch.dtype, num_tokens: int) -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1, 7] = torch.inf  # one infinite token takes all
+    plain = emit_log_probs(logits, 3, num_tokens)
+    assert torch.equal(emit_log_probs(logits.clone(), 3, num_tokens, overwrite=True), plain)
+    logits[2, 4] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        emit_log_probs(logits, 3, num_tokens, overwrite=True)
