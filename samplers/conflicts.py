@@ -70,12 +70,13 @@ def different(spans: Spans) -> Bool[Tensor, "batch units units"]:
 
 @dataclass(frozen=True)
 class MutualTop1:
-    """CLAD's sparse graph: an edge where two units are each other's strongest, and strong enough.
+    """CLAD's sparse graph: an edge where two units are each other's strongest.
 
     With R = max(A, A^T) the symmetrised attention, a token's tie to a unit is the mean of R over the unit's members, a
     unit's tie to another the maximum over its tokens, made symmetric by the larger of the two. An edge joins mutual
-    strongest partners whose tie is at least the mean tie of each of them to all others; with two units, at least
-    `pair_scale` / block length instead. Equal ties: the left partner. Raises ValueError for values out of range.
+    strongest partners; if there are only two units, which always are, their tie must be at least `pair_scale` / block
+    length. (The published rule also wants a tie of at least the mean of either unit's ties, which a maximum always is.)
+    Equal ties: the left partner. Raises ValueError for values out of range.
     """
 
     layers: int | float = 4
@@ -97,7 +98,6 @@ class MutualTop1:
         """See `Conflict`. The block length is that of the row's window."""
         attention = attention_between(spans)
         tie = torch.maximum(attention, attention.mT)
-        tie = tie.masked_fill(torch.eye(tie.shape[1], dtype=torch.bool, device=tie.device), 0.0)
         length = spans.length.clamp(min=1).to(tie.dtype)
         to_unit = tie @ spans.member_of.to(tie.dtype) / length[:, None, :]  # [batch, slots, units]
         to_unit = to_unit.masked_fill(~spans.used[:, :, None], -torch.inf)
@@ -109,13 +109,8 @@ class MutualTop1:
         strongest, partner = between.max(dim=2).values, between.argmax(dim=2)  # argmax: the left one of equal ties
         number = torch.arange(partner.shape[1], device=partner.device)
         mutual = partner.gather(1, partner) == number
-        mean = between.masked_fill(between == -torch.inf, 0.0).sum(dim=2) / (units - 1).clamp(min=1)
         block = spans.step.window.sum(dim=1, keepdim=True).to(tie.dtype)
-        enough = torch.where(
-            units <= 2,
-            strongest >= self.pair_scale / block,
-            (strongest >= mean) & (strongest >= mean.gather(1, partner)),
-        )
+        enough = (units > 2) | (strongest >= self.pair_scale / block)
         edge = mutual & enough & (strongest > -torch.inf)
         edges = torch.zeros_like(between, dtype=torch.bool).scatter_(2, partner[:, :, None], edge[:, :, None])
         return Graph(edges, strongest.clamp(min=0.0))

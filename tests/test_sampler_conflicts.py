@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -94,6 +95,24 @@ def clad_rows(step: Step, threshold: float) -> list[tuple[list[int], list[int]]]
 def test_clad_commits_what_the_reference_does_on_random_steps(seed: int, threshold: float, seq: int) -> None:
     for ours, expected in clad_rows(random_step(seed, seq=seq, attention=True), threshold):
         assert ours == expected
+
+
+def test_predictions_that_are_no_candidates_do_not_shift_the_attention() -> None:
+    """A window's horizon and revisers ask for more predictions than there are candidates."""
+    for seed in range(20):
+        step = random_step(seed, batch=1, seq=14, attention=True)
+        few = step.candidates & (torch.arange(14) % 3 != seed % 3)
+        if int(few.sum()) == 0:
+            continue
+        inside = few[step.at][:, None] & few[step.at]
+        count = int(few.sum())
+        alone = dataclasses.replace(step, candidates=few, at=few, log_probs=step.log_probs[few[step.at]])
+        alone.attention = step.attention[0][inside].reshape(1, count, count)  # type: ignore[index]
+        more = dataclasses.replace(step, candidates=few)
+        scores = scores_of(step).masked_fill(~few, -torch.inf)
+        for conflict in (MutualTop1(), ThresholdedAttention(0.6, 0.6), CrossProbability(-6.0)):
+            select = Clusters(0.4, conflict=conflict)
+            assert torch.equal(select(scores, more), select(scores, alone))
 
 
 @settings(max_examples=80, deadline=None)

@@ -82,6 +82,15 @@ def test_a_unit_reaches_the_threshold_as_a_whole(reach: str) -> None:
     assert positions(select(scores_of(step), step)[0]) == expected
 
 
+def test_units_behind_one_that_is_not_sure_keep_their_own_number() -> None:
+    probs = torch.tensor([0.5, 0.5, 0.9, 0.9, 0.9])
+    undecided = torch.tensor([[True, False, True, False, True, True, False, True]])
+    logits = torch.zeros(1, 8, 5)
+    logits[undecided] = torch.cat([torch.ones(5, 1), probs[:, None], ((1 - probs) / 3)[:, None].expand(5, 3)], 1).log()
+    step = make_step(logits, undecided)
+    assert positions(Clusters(0.7, Runs(), reach="min", budget=9.0)(scores_of(step), step)[0]) == [4, 5, 7]
+
+
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
