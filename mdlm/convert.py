@@ -28,7 +28,7 @@ from mdlm.config import MDLMConfig
 from mdlm.formats import FORMATS, Format
 from mdlm.load import load_tokenizer, model_folder
 from mdlm.modeling import MDLMForMaskedLM
-from mdlm.public_config import format_of, options_of, read_config, write_config
+from mdlm.public_config import format_of, options_of, read_config, unsaid_keys, write_config
 from mdlm.public_tokenizer import (
     PublicTokenizer,
     add_mask,
@@ -334,11 +334,11 @@ def _write_public(opened: Checkpoint, fmt: Format, folder: Path, like: str | Non
     absent = [name for name, there in named.items() if there is None]
     if absent:
         raise ValueError(f"the format {fmt.model_type} has no place for the tensors {', '.join(absent)}")
-    options = {name: getattr(opened.config, name) for name in fmt.said}
+    usual: dict[str, Any] = {**dict.fromkeys(unsaid_keys(fmt, public)), **fmt.said}
     notes = [
-        f"not stored in this format, say it when reading: {name}={value}"
-        for name, value in options.items()
-        if value != fmt.said[name]
+        f"not stored in this folder's config.json, say it when reading: {name}={getattr(opened.config, name)}"
+        for name, value in usual.items()
+        if getattr(opened.config, name) != value and name != "mask_token_id"
     ]
     if "auto_map" in public:
         notes.append("config.json names code files (auto_map); copy the *.py files of the original folder beside it")

@@ -252,7 +252,7 @@ FORMATS: dict[str, Format] = {
         keys={**_QWEN3, "mask_token_id": _MASK, "block_size": Key("block_size")},
         fixed={"qkv_bias": False, "qk_norm": True, "shift_logits": False},
         rotary=True,
-        inert=frozenset({"fuse_cross_entropy"}),
+        inert=frozenset({"debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint"}),
         skipped=_FREQUENCIES,
         template={
             **_DECODER_TEMPLATE, "head_dim": None, "attention_bias": False, "mask_token_id": None, "block_size": 1,

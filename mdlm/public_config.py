@@ -21,6 +21,8 @@ _ROTARY_SETTINGS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings", "truncate",
 }  # fmt: skip
+SAYABLE = ("mask_token_id", "shift_logits", "block_size")
+"""Options that the user says where a configuration does not."""
 _OF_THE_TOKENIZER = {"num_tokens", "eos_token_id", "pad_token_id", "bos_token_id"}
 
 
@@ -72,9 +74,10 @@ def read_config(
     Raises:
         ValueError: lists unknown keys, missing keys, and keys whose value our model cannot follow.
     """
-    options, problems = _read_keys(fmt, public)
+    said = dict(said or {})
+    options, problems = _read_keys(fmt, public, said)
     if not problems:
-        problems = _take_said(fmt, options, dict(said or {}))
+        problems = _take_said(fmt, options, said)
     if problems:
         raise ValueError(f"{place} ({fmt.about}):\n  " + "\n  ".join(problems))
     try:
@@ -83,7 +86,16 @@ def read_config(
         raise ValueError(f"{place} ({fmt.about}): {error}") from error
 
 
-def _read_keys(fmt: Format, public: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def unsaid_keys(fmt: Format, public: Mapping[str, Any]) -> dict[str, str]:
+    """Options the user may say because this configuration leaves them out -> the key that would say them."""
+    return {
+        meaning.option: name
+        for name, meaning in fmt.keys.items()
+        if isinstance(meaning, Key) and meaning.option in SAYABLE and public.get(name) is None
+    }
+
+
+def _read_keys(fmt: Format, public: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     options = {**fmt.said, **fmt.fixed}
     problems = []
     known = {*fmt.keys, *fmt.inert, *COMMON_INERT, *(_ROTARY_KEYS if fmt.rotary else ())}
@@ -101,8 +113,11 @@ def _read_keys(fmt: Format, public: Mapping[str, Any]) -> tuple[dict[str, Any], 
         value = public.get(name, meaning.absent)
         if name in public and value is None:
             value = meaning.null
+        if value is REQUIRED and meaning.option in SAYABLE and said.get(meaning.option) is not None:
+            value = said[meaning.option]
         if value is REQUIRED:
-            problems.append(f"{name} is missing" if name not in public else f"{name} is null; it must have a value")
+            hint = f"; say it with --{meaning.option}" if meaning.option in SAYABLE else ""
+            problems.append(f"{name} is {'null' if name in public else 'missing'}{hint}")
         else:
             options[meaning.option] = value
     if isinstance(options.get("eos_token_id"), list):  # several ends: the first; the tokenizer's wins later
@@ -163,7 +178,10 @@ def write_config(
     Raises:
         ValueError: the format cannot say what the model is; names the options.
     """
-    before = read_config(fmt, base, {"mask_token_id": None}) if before is None else before
+    if before is None:
+        before = read_config(
+            fmt, base, {"block_size": config.block_size} if "block_size" in unsaid_keys(fmt, base) else {}
+        )
     public = copy.deepcopy(dict(base))
     changed = {name for name in option_names() if getattr(config, name) != getattr(before, name)}
     if "vocab_size" not in changed:  # how many rows have a token is the tokenizer's affair
@@ -175,9 +193,8 @@ def write_config(
         public.update(_write_rotary(config, public))
     if "layer_types" in public and isinstance(public["layer_types"], list):
         public["layer_types"] = ["full_attention"] * config.num_hidden_layers
-    again = read_config(
-        fmt, public, {"mask_token_id": config.mask_token_id, **{n: getattr(config, n) for n in fmt.said}}
-    )
+    left_open = {"mask_token_id", *fmt.said, *unsaid_keys(fmt, public)}
+    again = read_config(fmt, public, {name: getattr(config, name) for name in left_open})
     lost = {n: getattr(config, n) for n in option_names() if getattr(again, n) != getattr(config, n)}
     lost = {name: value for name, value in lost.items() if name not in _OF_THE_TOKENIZER}
     if lost:

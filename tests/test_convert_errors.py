@@ -179,6 +179,20 @@ def test_a_mask_that_neither_configuration_nor_tokenizer_name_must_be_said(tmp_p
         assert was == now, file
 
 
+@pytest.mark.parametrize(("name", "key"), [("sdar", "block_size"), ("fast_dllm", "bd_size")])
+def test_a_block_size_that_config_json_leaves_out_is_asked_for(name: str, key: str, tmp_path: Path) -> None:
+    """Some SDAR-style checkpoints leave it out, as a matter of training; without it attention would be another."""
+    path = folder(tmp_path, name, drop=(key,))
+    assert f"{key} is missing; say it with --block_size" in refusal(path)
+    convert(str(path), str(tmp_path / "ours"), block_size=8)
+    assert load_model(tmp_path / "ours", device="cpu")[0].config.block_size == 8
+    notes = convert(str(tmp_path / "ours"), str(tmp_path / "back"), to=name)
+    assert any("say it when reading: block_size=8" in note for note in notes)
+    convert(str(tmp_path / "ours"), str(tmp_path / "like"), to=name, like=str(path))
+    assert key not in json.loads((tmp_path / "like" / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
+
+
 def test_options_that_contradict_the_checkpoint_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, "dream")
     assert "shift_logits=False was asked for, but" in refusal(path, shift_logits=False)
