@@ -31,7 +31,7 @@ from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.driver import Run, row_keys
 from mdlm.samplers.presets import build_strategy
-from mdlm.samplers.scores import PositionCalibrated, drawn_probability, negative_entropy, probability
+from mdlm.samplers.scores import DistancePenalty, PositionCalibrated, drawn_probability, negative_entropy, probability
 from mdlm.samplers.scores import random as random_score
 from mdlm.samplers.select import Quota, RandomOrder, Selector, Threshold, TopK
 from mdlm.samplers.select_adaptive import (
@@ -696,6 +696,19 @@ def test_refused_positions_are_nobodys_choice() -> None:
 def test_a_knob_out_of_range_names_what_is_allowed(name: str, knobs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_strategy(name, **knobs)
+
+
+def test_distances_are_counted_from_the_first_candidate_and_places_from_the_window() -> None:
+    step = view(torch.full((1, 5, 3), 1 / 3, dtype=torch.float64).log())
+    step.window = torch.tensor([[0, 1, 1, 1, 1]], dtype=torch.bool)
+    step.candidates = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.bool)
+    step.at = step.candidates
+    step.log_probs = step.log_probs[:3]
+    far = DistancePenalty(negative_entropy, 0.1)(step)
+    assert far.tolist() == pytest.approx([-math.log(3), -math.log(3) - 0.1, -math.log(3) - 0.2])
+    placed = PositionCalibrated(lam=0.25)(step)
+    at_start = math.log(1 / 3 * math.log(2))
+    assert placed.tolist() == pytest.approx([at_start - 0.25 * offset for offset in (1, 2, 3)])
 
 
 def test_a_frequency_table_of_the_wrong_length_is_an_error() -> None:
