@@ -145,7 +145,7 @@ class Step:
     @cached_property
     def entropy(self) -> Float[Tensor, " rows"]:
         """Entropy of each prediction in nats; 0, not NaN, where one token has all the mass."""
-        return -(self.probs * self.log_probs.clamp(min=-1e4)).sum(dim=-1)
+        return self.log_probs.clamp(min=-1e4).mul_(self.probs).sum(dim=-1).neg_()
 
     @property
     def predicted(self) -> Int64[Tensor, " rows"]:
