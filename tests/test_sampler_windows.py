@@ -358,3 +358,14 @@ def test_two_runs_of_one_strategy_do_not_share_blocks() -> None:
 def test_wrong_values_say_what_is_allowed(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("window", PLANNED, ids=str)
+def test_a_row_kept_for_edits_stays_in_its_last_block(window: Any) -> None:
+    state = unstarted(torch.tensor([[False] * 6]))
+    state.block = torch.tensor([3])
+    bounds = window._bounds(state)
+    bounds["start"], bounds["end"] = torch.tensor([2]), torch.tensor([5])
+    positions, number = window(state)
+    assert positions[0].nonzero()[:, 0].tolist() == [2, 3, 4]
+    assert number.tolist() == [3]
