@@ -197,7 +197,8 @@ class Hierarchy(Looking):
 
     def __call__(self, scores: Float[Tensor, "batch seq"], step: Step) -> Bool[Tensor, "batch seq"]:
         """See `Selector`."""
-        run = torch.diff(step.candidates.int(), dim=-1, prepend=scores.new_zeros(len(scores), 1).int()).eq(1).cumsum(-1)
+        begins = torch.diff(step.candidates.int(), dim=-1, prepend=scores.new_zeros(len(scores), 1).int()).eq(1)
+        run = (begins.cumsum(-1) - 1).clamp(min=0)
         rank = ranks(scores)
         first = torch.full_like(rank, rank.shape[-1]).scatter_reduce(
             -1, run, rank.masked_fill(~step.candidates, rank.shape[-1]), "amin"

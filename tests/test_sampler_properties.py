@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampler_tools import (
     MASK,
@@ -173,7 +173,6 @@ def canvases(draw: st.DrawFn) -> Canvas:
 def test_any_composition_ends_keeps_what_is_given_and_does_not_know_its_batch(
     strategy: Strategy, canvas: Canvas, scale: float, seed: int
 ) -> None:
-    assume(canvas.tokens.shape[1] > 1)  # a test of its own in test_sampler_symptoms.py
     denoiser = HashDenoiser(scale, seed)
     seeds = [seed + number for number in range(len(canvas))]
     try:

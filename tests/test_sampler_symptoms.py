@@ -205,14 +205,7 @@ def test_exactly_as_many_tokens_as_asked_for(name: str) -> None:
         assert all(bool((row[k:] != MASK).all()) for row, k in zip(out.tokens, (2, 1)))
 
 
-ONE_TOO_NARROW = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="Hierarchy numbers runs from 1 in a tensor as wide as the canvas"
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=ONE_TOO_NARROW) if name == "hierarchy" else name for name in PRESETS]
-)
+@pytest.mark.parametrize("name", PRESETS)
 def test_one_token_from_nothing(name: str) -> None:
     out = generate(tiny_model(), None, [[]], strategy=few_steps(name), max_new_tokens=1, eos="ignore")
     assert out.new_tokens.tolist() == [1]

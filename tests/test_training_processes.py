@@ -31,6 +31,8 @@ OPTIONS: dict[str, Any] = {
     "checkpoint__every": 3,
     "checkpoint__keep_last": 5,
     "validation__every": 8,
+    "preview__every": 4,
+    "preview__length": 6,
 }
 
 
