@@ -39,7 +39,7 @@ from mdlm.samplers.scores import SCORES, drawn_probability
 from mdlm.samplers.scores import random as random_score
 from mdlm.samplers.select import Quota, RandomOrder, Threshold, TopK
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks, Window, whole
+from mdlm.samplers.windows import Blocks, Strides, Window, whole
 
 Score = Literal["probability", "margin", "entropy", "random"]
 
@@ -79,6 +79,18 @@ def first_hitting(block_length: int | None = None) -> Strategy:
         block_length: None: the whole canvas at once.
     """
     return Strategy(select=RandomOrder(1), window=window_of(block_length), draw=Draw(temperature=1.0))
+
+
+def semi_autoregressive(steps: int = 64, length: int = 64, stride: int = 32) -> Strategy:
+    """MDLM's semi-autoregressive sampler (2406.07524, section 4.2): ancestral sampling of a first window, then of one
+    stride after the other to its right. For answers longer than the model was trained on.
+
+    Args:
+        steps: time steps per window; only those that reveal something cost a forward.
+        length: tokens of the first window.
+        stride: tokens of each further one, at most `length`.
+    """
+    return Strategy(select=Ancestral(steps), window=Strides(length, stride), draw=Draw(temperature=1.0))
 
 
 def confidence(
@@ -137,6 +149,7 @@ def llada(
 PRESETS: dict[str, Callable[..., Strategy]] = {
     "ancestral": ancestral,
     "first_hitting": first_hitting,
+    "semi_autoregressive": semi_autoregressive,
     "confidence": confidence,
     "threshold": threshold,
     "llada": llada,
