@@ -1,12 +1,14 @@
 """`mdlm eval CHECKPOINT`: the validation NELBO of a checkpoint with its standard error, beside the unigram baseline.
 
 Prints one JSON line per result, with the protocol, the text, versions and commit; `--results FILE` appends it to a file
-as well. Without `--data` the text held out by the training run is evaluated. Read next: `likelihood.py`.
+as well. Without `--data` the text held out by the training run is evaluated. `mdlm eval curves` and `mdlm eval text`
+are commands of their own (`SUBCOMMANDS`). Read next: `likelihood.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 import time
@@ -120,7 +122,8 @@ def _training_data(folder: Path) -> DataConfig | None:
     """The data configuration of the run that wrote this checkpoint; None for a folder without a training state."""
     if not (folder / STATE_FOLDER / STATE_FILE).is_file():
         return None
-    return DataConfig(**read_state(folder)["config"]["data"])
+    data = DataConfig(**read_state(folder)["config"]["data"])
+    return dataclasses.replace(data, chat_template=None)  # the tokenizer beside it keeps the template
 
 
 def _unigram(text: Data, vocab: int) -> float | None:
@@ -135,7 +138,7 @@ def _tokens(rows: PackedRows) -> Iterator[Tensor]:
     from torch import from_numpy
 
     for number in range(rows.rows_per_epoch):
-        yield from_numpy(rows.row(number).ids.astype("int64"))
+        yield from_numpy(rows.row(number).counted.astype("int64"))
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -152,11 +155,20 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
+SUBCOMMANDS = {"curves": "mdlm.eval.curve_report", "text": "mdlm.eval.generative"}
+"""First argument -> the module whose `main` takes the rest."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry of `mdlm eval` and `python -m mdlm.eval`."""
     from mdlm.command import run_command
 
-    return run_command(evaluate, argv, prog="mdlm eval", report=lambda record: [json.dumps(record), summary(record)])
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in SUBCOMMANDS:
+        return int(importlib.import_module(SUBCOMMANDS[arguments[0]]).main(arguments[1:]))
+    return run_command(
+        evaluate, arguments, prog="mdlm eval", report=lambda record: [json.dumps(record), summary(record)]
+    )
 
 
 if __name__ == "__main__":

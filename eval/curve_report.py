@@ -1,0 +1,320 @@
+"""`mdlm eval curves`: sweep strategies over sources; write points (JSON lines), pictures, an HTML and a Markdown table.
+
+Sources are never averaged: which strategy is best depends on the structure of the text, and that is the result. Points
+are written as they are measured; `--resume true` goes on after an interruption. Read first: `curves.py`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mdlm.checkpoint import provenance
+from mdlm.eval.curves import CORE, RARE, SWEEPS, NoisyOracle, Truth, curve_point
+from mdlm.eval.sources_zoo import build_source
+
+DEFAULT_SOURCES = ["markov", "noisy_copy", "parity", "templates", "sudoku"]
+JUDGED_BY_GAP = {"markov", "hmm", "noisy_copy", "templates"}
+"""Sources of which strategies draw no impossible sequence: judged by |gap|. The others by the share of impossible ones;
+their gap is of the possible sequences only, and 0 where all are equally likely."""
+
+POINTS = "points.jsonl"
+GOOD_GAP, GOOD_SHARE = 0.02, 0.05
+"""Good enough: |gap| within 2 % of the entropy, or at most 5 % impossible sequences."""
+
+Record = dict[str, Any]
+
+
+def curves(
+    output: str = "curves",
+    sources: list[str] = DEFAULT_SOURCES,
+    strategies: list[str] | None = None,
+    length: int | None = None,
+    seeds: list[int] | None = None,
+    samples: int = 64,
+    temperature: float = 1.0,
+    uniform: float = 0.0,
+    resamples: int = 200,
+    source_seed: int = 0,
+    plots: bool = True,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Quality against speed: every strategy, swept over its own knob, on sources with known probabilities.
+
+    Args:
+        output: folder for points.jsonl, curves.html, curves.md and a picture per source.
+        sources: names in `mdlm.eval.sources_zoo.SOURCES`: markov, hmm, copy, noisy_copy, parity, dyck, templates,
+            sudoku, addition, json.
+        strategies: names in `mdlm.eval.curves.SWEEPS`; default: the eleven of `CORE`.
+        length: of all sequences; default: each source's own.
+        seeds: each gives `samples` sequences, the same noise for every strategy; default: 0, 1, 2.
+        samples: sequences per seed and point.
+        temperature: of the oracle's predictions (1: exact; below: overconfident), to stand for a model that errs.
+        uniform: share of uniform noise in the oracle's predictions, in [0, 1].
+        resamples: bootstrap samples of the 95 % bands.
+        source_seed: of random sources.
+        plots: draw pictures (needs matplotlib).
+        resume: keep the points that the folder holds already.
+
+    Raises:
+        ValueError: unknown names, too few samples or seeds, a folder that holds points already, a failed gate.
+    """
+    seeds = [0, 1, 2] if seeds is None else seeds
+    names = list(CORE) if strategies is None else strategies
+    unknown = [name for name in names if name not in SWEEPS]
+    if unknown:
+        raise ValueError(f"no sweep is defined for {', '.join(unknown)}; there are: {', '.join(SWEEPS)}")
+    if not seeds or len(set(seeds)) != len(seeds) or samples < 2 or resamples < 1:
+        raise ValueError("curves need different seeds, 2 or more samples for each, and 1 or more resamples")
+    for source in sources:
+        build_source(source, length, source_seed)
+    folder = Path(output)
+    path = folder / POINTS
+    if path.exists() and not resume:
+        raise ValueError(f"{path} exists; give another --output, or --resume true to go on with it")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "length": length,
+        "seeds": seeds,
+        "samples": samples,
+        "temperature": temperature,
+        "uniform": uniform,
+        "resamples": resamples,
+        "source_seed": source_seed,
+    }
+    done = _stored(path, settings) if path.exists() else []
+    records = list(done)
+    with path.open("a", encoding="utf-8") as file:
+        _append(file, {"kind": "curves", "settings": settings, **provenance()})
+        for record in measured(sources, names, settings, {_key(point) for point in done}):
+            _append(file, record)
+            records.append(record)
+            print(progress(record), file=sys.stderr, flush=True)
+    chosen = [record for record in records if record["source"] in sources and record.get("strategy") in (None, *names)]
+    pictures = draw(chosen, folder) if plots else {}
+    (folder / "curves.html").write_text(as_html(chosen, pictures), encoding="utf-8")
+    (folder / "curves.md").write_text(as_markdown(chosen), encoding="utf-8")
+    return {"output": str(folder), "points": sum(record["kind"] == "point" for record in chosen)}
+
+
+def measured(
+    sources: Sequence[str], names: Sequence[str], settings: Mapping[str, Any], done: set[tuple[Any, ...]]
+) -> Iterator[Record]:
+    """The truth of each source and the points that are not done yet."""
+    exact = settings["temperature"] == 1 and settings["uniform"] == 0
+    for name in sources:
+        source = build_source(name, settings["length"], settings["source_seed"])
+        truth = Truth.of(source, settings["samples"] * len(settings["seeds"]))
+        denoiser = source if exact else NoisyOracle(source, settings["temperature"], settings["uniform"])
+        about = {"source": name, "length": source.length, "entropy": source.entropy()}
+        head = {"kind": "truth", **about, "entropy_error": source.entropy_error, **truth.values}
+        if _key(head) not in done:
+            yield head
+        for strategy in names:
+            values = SWEEPS[strategy].values
+            for value in values:
+                head = {"kind": "point", "source": name, "strategy": strategy, "value": value}
+                if _key(head) in done:
+                    continue
+                point = curve_point(
+                    truth,
+                    denoiser,
+                    strategy,
+                    value,
+                    settings["seeds"],
+                    settings["samples"],
+                    settings["resamples"],
+                    exact,
+                    twice=value == values[len(values) // 2],
+                )
+                yield {**head, **about, **point}
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record["kind"], record["source"], record.get("strategy"), record.get("value")
+
+
+def _append(file: Any, record: Record) -> None:
+    file.write(json.dumps(record) + "\n")
+    file.flush()
+
+
+def _stored(path: Path, settings: Mapping[str, Any]) -> list[Record]:
+    """The records of a file; a half-written last line is dropped. Raises ValueError if other settings made it."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    records = [json.loads(line) for line in whole.splitlines()]
+    if any(record["kind"] == "curves" and record["settings"] != dict(settings) for record in records):
+        raise ValueError(f"{path} was made with other settings; give another --output")
+    return [record for record in records if record["kind"] != "curves"]
+
+
+def progress(record: Mapping[str, Any]) -> str:
+    """One line for the eye."""
+    if record["kind"] == "truth":
+        return f"{record['source']}: length {record['length']}, entropy {record['entropy']:.2f} nats"
+    return (
+        f"  {record['strategy']} {record['knob']}={record['value']}: NFE {record['nfe']:.1f}, "
+        f"gap {_shown(record['gap'], 2, sign=True)}, possible {record['possible']:.3f}"
+    )
+
+
+# Comparing strategies of one source.
+
+
+def error(record: Mapping[str, Any]) -> float:
+    """What a point of this source is judged by, 0 = perfect: |gap| in nats, or the share of impossible sequences."""
+    if record["source"] in JUDGED_BY_GAP:
+        return math.inf if record["gap"] is None else abs(record["gap"])
+    return 1 - float(record["possible"])
+
+
+def error_at(points: Sequence[Record], most: float) -> float | None:
+    """Least error of one curve's points with at most so many evaluations; None if it has none."""
+    return min((error(point) for point in points if point["nfe"] <= most + 1e-9), default=None)
+
+
+def cost_of_good(points: Sequence[Record]) -> float | None:
+    """Fewest evaluations of one curve's points that are good enough (`GOOD_GAP`, `GOOD_SHARE`); None if none is."""
+    good = []
+    for point in points:
+        limit = GOOD_GAP * point["entropy"] if point["source"] in JUDGED_BY_GAP else GOOD_SHARE
+        if error(point) <= limit:
+            good.append(float(point["nfe"]))
+    return min(good, default=None)
+
+
+def by_curve(records: Sequence[Record], source: str) -> dict[str, list[Record]]:
+    """Strategy -> its points on this source, fewest evaluations first."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record["kind"] == "point" and record["source"] == source:
+            found.setdefault(record["strategy"], []).append(record)
+    return {name: sorted(points, key=lambda point: float(point["nfe"])) for name, points in found.items()}
+
+
+def _truths(records: Sequence[Record]) -> dict[str, Record]:
+    return {record["source"]: record for record in records if record["kind"] == "truth"}
+
+
+BUDGETS = (8, 4, 2, 1)
+
+
+def as_markdown(records: Sequence[Record]) -> str:
+    """A table per source: the least error at so many evaluations, the best in bold, and the cost of a good result."""
+    parts = []
+    for source, truth in _truths(records).items():
+        length, gap = truth["length"], source in JUDGED_BY_GAP
+        what = "abs(gap) in nats" if gap else "share of impossible sequences"
+        limit = f"{GOOD_GAP * truth['entropy']:.2f} nats" if gap else f"{GOOD_SHARE:.0%}"
+        heads = [f"NFE ≤ {length / budget:g}" for budget in BUDGETS]
+        curves_ = by_curve(records, source)
+        columns = [[error_at(points, length / budget) for points in curves_.values()] for budget in BUDGETS]
+        columns.append([cost_of_good(points) for points in curves_.values()])
+        lines = [
+            f"### {source} (length {length}, entropy {truth['entropy']:.1f} nats): {what}",
+            "",
+            f"| strategy | {' | '.join(heads)} | NFE for ≤ {limit} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        digits = [2 if gap else 3] * len(BUDGETS) + [1]
+        for row, name in enumerate(curves_):
+            cells = [_cell(column[row], column, places) for column, places in zip(columns, digits)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(value: float | None, column: Sequence[float | None], places: int) -> str:
+    shown = _shown(value, places)
+    best = min((other for other in column if other is not None), default=None)
+    return f"**{shown}**" if value is not None and shown == _shown(best, places) else shown
+
+
+def _shown(value: float | None, places: int, sign: bool = False) -> str:
+    return "–" if value is None or not math.isfinite(value) else f"{value:{'+' if sign else ''}.{places}f}"
+
+
+COLUMNS = {
+    "nfe": ("NFE", 1),
+    "tokens_fed": ("tokens fed", 0),
+    "seconds_per_sample": ("s / sample", 4),
+    "gap": ("gap, nats", 2),
+    "possible": ("possible", 3),
+    "rare": (f"rare (p < {RARE})", 4),
+    "pair_tv": ("pair TV", 3),
+    "far_pair_tv": ("far pair TV", 3),
+    "distinct_4": ("distinct-4", 3),
+}
+"""Measure -> heading and digits."""
+
+
+def as_html(records: Sequence[Record], pictures: Mapping[str, str]) -> str:
+    """Every point with its bands, in one file that needs nothing else. `pictures`: SVG by source."""
+    style = "td,th{padding:2px 8px;text-align:right}small{color:#666}body{font-family:sans-serif}svg{max-width:60em}"
+    parts = ["<!doctype html><meta charset=utf-8><title>Quality against speed</title>", f"<style>{style}</style>"]
+    heads = "".join(f"<th>{html.escape(head)}</th>" for head, _ in COLUMNS.values())
+    for source, truth in _truths(records).items():
+        parts.append(f"<h2>{html.escape(source)}: length {truth['length']}, {truth['entropy']:.2f} nats</h2>")
+        parts.append(pictures.get(source, ""))
+        parts.append(f"<table><tr><th>strategy</th><th>knob</th>{heads}</tr>")
+        rows = [("the source itself", "", truth)]
+        for name, points in by_curve(records, source).items():
+            rows += [(name, f"{point['knob']}={point['value']}", point) for point in points]
+        for name, knob, record in rows:
+            cells = "".join(_html_cell(record, key, places) for key, (_, places) in COLUMNS.items())
+            parts.append(f"<tr><td>{html.escape(name)}</td><td>{html.escape(knob)}</td>{cells}</tr>")
+        parts.append("</table>")
+    return "\n".join(parts)
+
+
+def _html_cell(record: Mapping[str, Any], key: str, places: int) -> str:
+    shown = _shown(record.get(key), places, sign=key == "gap")
+    band = ""
+    if record.get(f"{key}_low") is not None:
+        low, high = record[f"{key}_low"], record[f"{key}_high"]
+        band = f" <small>{low:.{places}f} .. {high:.{places}f}</small>"
+    return f"<td>{shown}{band}</td>"
+
+
+def draw(records: Sequence[Record], folder: Path) -> dict[str, str]:
+    """A picture per source in `folder`: signed gap, or share of possible sequences, against evaluations."""
+    from mdlm.eval.plots import band_plot
+
+    pictures = {}
+    for source, truth in _truths(records).items():
+        key, level = ("gap", 0.0) if source in JUDGED_BY_GAP else ("possible", 1.0)
+        series = {
+            name: [
+                (point["nfe"], point[key], point[f"{key}_low"], point[f"{key}_high"])
+                for point in points
+                if point[key] is not None
+            ]
+            for name, points in by_curve(records, source).items()
+        }
+        path = folder / f"{source}.svg"
+        band_plot(
+            {name: points for name, points in series.items() if points},
+            path,
+            title=f"{source}, length {truth['length']}, {truth['entropy']:.1f} nats",
+            x_label="evaluations per sample (NFE)",
+            y_label="mean -log p minus entropy, nats" if key == "gap" else "share of possible sequences",
+            level=level,
+        )
+        text = path.read_text(encoding="utf-8")
+        pictures[source] = text[text.index("<svg") :]
+    return pictures
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `mdlm eval curves`."""
+    from mdlm.command import run_command
+
+    return run_command(curves, argv, prog="mdlm eval curves", report=lambda record: [json.dumps(record)])
