@@ -21,6 +21,7 @@ from text_rows import small_bpe
 from torch import Tensor
 from training_runs import WORDS, arguments, assert_same, configure, fresh_accelerate, records
 
+from mdlm import cli
 from mdlm.data import Batch, Data, DataConfig, open_data
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import NoisedBatch, Objective, ObjectiveConfig
@@ -361,4 +362,8 @@ def test_the_recipe_runs_on_ones_own_model(folder: Path, tmp_path: Path) -> None
     with fresh_accelerate():
         assert train(parse_config([f"--config={recipe}", *options])) == tmp_path / "run" / "checkpoint-3"
     assert len(records(tmp_path / "run", "train")) == 3
-    assert math.isfinite(records(tmp_path / "run", "validation")[0]["nats_per_token"])
+    nats = records(tmp_path / "run", "validation")[0]["nats_per_token"]
+    results = tmp_path / "results.jsonl"
+    assert cli.main(["eval", str(tmp_path / "run"), "--device=cpu", f"--results={results}"]) == 0
+    assert math.isfinite(nats)
+    assert 0 < json.loads(results.read_text())["nats_per_token"] < 2 * nats
