@@ -243,3 +243,8 @@ class DriftDenoiser(HashDenoiser):
         own = counter_uniform(position[:, None], vocab, self.seed, 2)
         logits = self.scale * own + self.coupling * (push.sum(dim=2) / 2**20)
         return emit_log_probs(logits if at is None else logits[at], self.mask_token_id, self.num_tokens)
+
+
+def label(component: object) -> str:
+    """Name of a component in test ids, the same in every process."""
+    return getattr(component, "__name__", str(component))

@@ -13,7 +13,7 @@ import pytest
 import reference_cache as ref
 import reference_model
 import torch
-from sampler_tools import MASK, VOCAB, Outcome, ragged_canvas, same_rows, tiny_model, unmask
+from sampler_tools import MASK, VOCAB, Outcome, label, ragged_canvas, same_rows, tiny_model, unmask
 from torch import Tensor
 
 from mdlm.denoiser import ModelDenoiser
@@ -153,8 +153,8 @@ def test_with_and_without_a_cache_are_one_algorithm(cache: str, strategy: str, i
 
 
 @pytest.mark.parametrize("shift", [False, True], ids=["", "shifted"])
-@pytest.mark.parametrize("window", [Blocks(4, align="row"), Blocks(3), Blocks(8, align="row"), whole], ids=str)
-@pytest.mark.parametrize("select", [TopK(1), TopK(3), Threshold(0.4)], ids=str)
+@pytest.mark.parametrize("window", [Blocks(4, align="row"), Blocks(3), Blocks(8, align="row"), whole], ids=label)
+@pytest.mark.parametrize("select", [TopK(1), TopK(3), Threshold(0.4)], ids=label)
 def test_the_block_cache_is_exact(select: Any, window: Any, shift: bool) -> None:
     """bd3lms #28: is the cache exact? In a block-causal model it is, whatever the windows."""
     denoiser = tiny_model(block_size=4, shift_logits=shift)
@@ -229,7 +229,7 @@ def test_any_tokens_and_any_questions(cache: str, shift: bool) -> None:
             assert torch.equal(run.feed.memory["tokens"][asked][rows.real[asked]], tokens[asked][rows.real[asked]])
 
 
-@pytest.mark.parametrize("cache", [PrefixCache(), DualCache()], ids=str)
+@pytest.mark.parametrize("cache", [PrefixCache(), DualCache()], ids=label)
 @pytest.mark.parametrize("shift", [False, True], ids=["", "shifted"])
 def test_the_first_step_of_every_block_is_the_uncached_forward(cache: CachePolicy, shift: bool) -> None:
     denoiser = tiny_model(shift_logits=shift)
@@ -265,7 +265,7 @@ class Watch:
         self.feed.keep(rows)
 
 
-@pytest.mark.parametrize(("base", "options"), [(BlockCache(), {"block_size": 4}), (DualCache(refresh=1), {})], ids=str)
+@pytest.mark.parametrize(("base", "options"), [(BlockCache(), {"block_size": 4}), (DualCache(refresh=1), {})], ids=label)
 def test_branches_of_guidance_do_not_share_a_cache(base: CachePolicy, options: dict[str, Any]) -> None:
     denoiser = tiny_model(**options)
     outcomes = [

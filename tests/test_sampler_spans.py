@@ -12,7 +12,7 @@ import torch
 from exact_law import exact_law, markov, source_law
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_tools import VOCAB, HashDenoiser, ragged_canvas, same_rows, tiny_model, unmask
+from sampler_tools import VOCAB, HashDenoiser, label, ragged_canvas, same_rows, tiny_model, unmask
 from span_steps import make_step, positions, random_step, scores_of
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def test_units_behind_one_that_is_not_sure_keep_their_own_number() -> None:
 
 
 @pytest.mark.parametrize("score", ["probability", "margin", "entropy"])
-@pytest.mark.parametrize("units", [Runs(), Runs(2, 1), tokens, EntropyJumps(0.3)], ids=str)
+@pytest.mark.parametrize("units", [Runs(), Runs(2, 1), tokens, EntropyJumps(0.3)], ids=label)
 def test_clusters_without_conflict_are_threshold(units: Any, score: str) -> None:
     canvas = ragged_canvas()
     for window, temperature in itertools.product([whole, Blocks(3)], [0.0, 1.0]):
@@ -184,7 +184,7 @@ RULES = [tokens, Runs(), Runs(3), Runs(None, 2), EntropyJumps(0.4), Delimited((3
     rank=st.sampled_from(["min", "mean"]),
     tied=st.booleans(),
 )
-@pytest.mark.parametrize("units", RULES, ids=str)
+@pytest.mark.parametrize("units", RULES, ids=label)
 def test_the_budget_is_kept_whatever_is_chosen(
     units: Any, seed: int, budget: float, scale: float, threshold: float, rank: Any, tied: bool
 ) -> None:
