@@ -1,0 +1,309 @@
+"""Quality against speed: measures by hand, gates that catch planted bugs, and the report's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdlm.eval import __main__ as command
+from mdlm.eval import curve_report, curves
+from mdlm.eval import sources_zoo as zoo
+from mdlm.eval.curves import SWEEPS, Counting, GateError, NoisyOracle, Sweep, Truth, curve_point, measure
+from mdlm.eval.sources import ExactSource, MarkovSource
+from mdlm.samplers import cache
+
+SEEDS = [0, 1, 2]
+SMALL: dict[str, ExactSource] = {
+    "markov": zoo.markov(10, vocab=4),
+    "noisy_copy": zoo.noisy_copy(10, vocab=4),
+    "templates": zoo.templates(10, phrases=3, span=5, vocab=6),
+}
+TRUTHS = {name: Truth.of(source, 90, draws=2000) for name, source in SMALL.items()}
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("name", [name for name, sweep in SWEEPS.items() if sweep.one_token is not None])
+@pytest.mark.parametrize("source", SMALL)
+def test_one_token_a_step_has_gap_zero_whatever_the_order(name: str, source: str) -> None:
+    point = curve_point(TRUTHS[source], SMALL[source], name, SWEEPS[name].one_token, SEEDS, 60, resamples=20)
+    assert abs(point["gap"]) <= 3 * point["gap_error"]
+    assert point["possible"] == pytest.approx(1.0)
+    assert point["one_token"]
+    assert point["samples"] == 180
+    if name not in ("lopa", "wino"):  # these ask about several states in a step
+        assert point["nfe"] == 10
+        assert point["tokens_fed"] == 100
+
+
+def test_committing_neighbours_together_is_seen_as_a_gap() -> None:
+    point = curve_point(TRUTHS["markov"], SMALL["markov"], "confidence", 8, SEEDS, 60)
+    assert point["gap_low"] > 0.5
+    assert point["gap_low"] < point["gap"] < point["gap_high"]
+    assert point["nfe"] == point["nfe_low"] == point["nfe_high"] == 2
+    assert point["pair_tv_low"] > TRUTHS["markov"].values["pair_tv"]
+    assert not point["one_token"]
+
+
+def test_a_sampler_that_prefers_likely_tokens_has_a_gap_below_zero() -> None:
+    """Drawing before ranking is the distortion that generative perplexity rewards."""
+    point = curve_point(TRUTHS["markov"], SMALL["markov"], "llada", 16, SEEDS, 60)
+    assert point["gap_high"] < 0
+
+
+def test_every_sweep_has_six_points_and_passes_the_gates() -> None:
+    source = zoo.parity(6, block=3)
+    truth = Truth.of(source, 8, draws=200)
+    for name, sweep in SWEEPS.items():
+        assert len(set(sweep.values)) >= 6, name
+        for value in sweep.values:
+            assert sweep.build(value).draw.temperature == 1
+        middle = sweep.values[len(sweep.values) // 2]
+        point = curve_point(truth, source, name, middle, [3], 8, resamples=5)
+        assert point["nfe"] >= 1, name
+    assert set(curves.CORE) <= set(SWEEPS)
+
+
+def test_measures_of_given_sequences_by_hand() -> None:
+    source = MarkovSource(
+        torch.tensor([0.5, 0.5]).double(), torch.tensor([[1.0, 0.0], [0.005, 0.995]]).double(), 4, "uniform"
+    )
+    x = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]])
+    truth = Truth(source, torch.tensor([0.5, 0, 0, 0.5]).double(), torch.tensor([1.0, 0, 0, 0]).double(), {})
+    got = measure(truth, x, [4])
+    nats = [math.log(2), math.log(2) - 2 * math.log(0.995) - math.log(0.005), math.log(2) - 3 * math.log(0.995)]
+    entropy, here = math.log(2), 0.5
+    for _ in range(3):
+        entropy -= here * (0.005 * math.log(0.005) + 0.995 * math.log(0.995))
+        here *= 0.995
+    assert got["gap"] == pytest.approx(sum(nats) / 3 - entropy)
+    assert got["possible"] == pytest.approx(3 / 4)  # 0 -> 1 cannot be
+    assert got["rare"] == pytest.approx(2 / 16)  # 1 -> 0 once, 0 -> 1 once
+    # 12 pairs: 00 three times, 01 once, 10 once, 11 seven times.
+    assert got["pair_tv"] == pytest.approx((abs(3 / 12 - 0.5) + 1 / 12 + 1 / 12 + abs(7 / 12 - 0.5)) / 2)
+    # Two apart: 00 00 | 11 10 | 01 11 | 11 11.
+    assert got["far_pair_tv"] == pytest.approx((abs(2 / 8 - 1) + 1 / 8 + 1 / 8 + 4 / 8) / 2)
+    assert got["distinct_4"] == 1.0
+    assert measure(truth, x[[0, 0, 3, 3]], [2, 2])["distinct_4"] == 0.5
+    nothing = measure(truth, x[[2]], [1], resamples=10)
+    assert (nothing["gap"], nothing["gap_low"], nothing["possible"]) == (None, None, 0.0)
+
+
+def test_the_band_covers_the_truth_as_often_as_it_says() -> None:
+    source, truth = SMALL["markov"], TRUTHS["markov"]
+    inside = 0
+    for seed in range(60):
+        got = measure(truth, source.sample(80, seeded(seed)), [80], resamples=200)
+        inside += got["gap_low"] <= 0 <= got["gap_high"]
+    assert 51 <= inside <= 60  # 57 expected; fewer than 51 would have a chance below 1 in 100
+
+
+def test_true_samples_measure_as_the_noise_floor() -> None:
+    values = TRUTHS["noisy_copy"].values
+    assert abs(values["gap"]) <= 4 * values["gap_error"]
+    assert values["possible"] == pytest.approx(1.0)
+    assert 0 < values["pair_tv"] < 0.2
+
+
+def test_rows_have_seeds_of_their_own_and_the_same_for_every_strategy() -> None:
+    seeds = curves.row_seeds(SEEDS, 50)
+    assert len(set(seeds)) == 150
+    assert curves.row_seeds([1], 50) == seeds[50:100]
+
+
+# Gates.
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, sweep: Sweep) -> None:
+    monkeypatch.setitem(SWEEPS, "planted", sweep)
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        Sweep("llada", "steps", (16,), one_token=16),  # draws before it ranks
+        Sweep("confidence", "k", (2,), one_token=2),  # two tokens a step
+    ],
+)
+def test_the_gate_of_exactness_catches_what_is_not(monkeypatch: pytest.MonkeyPatch, sweep: Sweep) -> None:
+    planted(monkeypatch, sweep)
+    with pytest.raises(GateError, match="one token a step must follow"):
+        curve_point(TRUTHS["markov"], SMALL["markov"], "planted", sweep.values[0], SEEDS, 60)
+
+
+def test_the_gate_of_exactness_catches_impossible_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = zoo.parity(6, block=3)
+    planted(monkeypatch, Sweep("confidence", "k", (6,), one_token=6))
+    with pytest.raises(GateError, match="sequences possible"):
+        curve_point(Truth.of(source, 30, draws=200), source, "planted", 6, SEEDS, 10)
+
+
+@pytest.mark.parametrize("counter", ["nfe", "tokens_fed"])
+def test_the_gate_of_counts_catches_a_miscount(monkeypatch: pytest.MonkeyPatch, counter: str) -> None:
+    original = cache.WholeCanvas.__call__
+
+    def miscounting(self: Any, state: Any, tokens: Tensor, at: Tensor, window: Tensor) -> Tensor:
+        setattr(state, counter, getattr(state, counter) + 1)
+        return original(self, state, tokens, at, window)
+
+    monkeypatch.setattr(cache.WholeCanvas, "__call__", miscounting)
+    with pytest.raises(GateError, match="the denoiser saw"):
+        curve_point(TRUTHS["markov"], SMALL["markov"], "random", 2, SEEDS, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class LooksAtTheBatch(NoisyOracle):
+    """Answers by the number of rows it is asked about."""
+
+    def __call__(self, tokens: Tensor, **options: Any) -> Tensor:
+        uniform = 0.9 if len(tokens) > 8 else 0.0
+        return NoisyOracle(self.source, 1.0, uniform)(tokens, **options)
+
+
+def test_the_gate_of_batches_catches_rows_that_see_their_neighbours() -> None:
+    denoiser = LooksAtTheBatch(SMALL["markov"])
+    with pytest.raises(GateError, match="comes out differently"):
+        curve_point(TRUTHS["markov"], denoiser, "random", 2, SEEDS, 8, exact=False)
+
+
+def test_equal_predictions_tie_exactly_whatever_the_batch() -> None:
+    source = zoo.markov(32)
+    masked = torch.full((1, 32), source.mask_token_id)
+    one, many = Counting(source)(masked), Counting(source)(masked.repeat(50, 1))
+    assert torch.equal(many, one.expand_as(many))
+    torch.testing.assert_close(one, source(masked), atol=1e-9, rtol=0)
+
+
+# A denoiser that errs.
+
+
+def test_the_noisy_oracle_is_the_formula() -> None:
+    source = SMALL["markov"]
+    state = source.sample(5, seeded(0)).masked_fill(torch.rand(5, 10, generator=seeded(1)) < 0.5, 4)
+    exact = source(state).exp()[..., :4]
+    torch.testing.assert_close(NoisyOracle(source)(state).exp()[..., :4], exact)
+    got = NoisyOracle(source, temperature=0.5, uniform=0.2)(state)
+    sharp = exact**2 / (exact**2).sum(-1, keepdim=True)
+    torch.testing.assert_close(got.exp()[..., :4], 0.8 * sharp + 0.2 / 4)
+    assert bool((got[..., 4] == -math.inf).all())
+    with pytest.raises(ValueError, match="temperature"):
+        NoisyOracle(source, temperature=0.0)
+    with pytest.raises(ValueError, match="uniform"):
+        NoisyOracle(source, uniform=1.5)
+
+
+def test_an_overconfident_oracle_writes_too_likely_text() -> None:
+    sharp = NoisyOracle(SMALL["markov"], temperature=0.5)
+    point = curve_point(TRUTHS["markov"], sharp, "random", 1, SEEDS, 40, exact=False)
+    assert point["gap_high"] < 0
+
+
+# The report.
+
+
+def record(source: str, strategy: str, nfe: float, gap: float | None, possible: float = 1.0) -> dict[str, Any]:
+    return {
+        "kind": "point",
+        "source": source,
+        "strategy": strategy,
+        "knob": "k",
+        "value": nfe,
+        "nfe": nfe,
+        "gap": gap,
+        "possible": possible,
+        "entropy": 50.0,
+    }
+
+
+def test_strategies_are_compared_at_a_budget_and_per_source() -> None:
+    records: list[dict[str, Any]] = [
+        {"kind": "truth", "source": name, "length": 16, "entropy": 50.0} for name in ("markov", "parity")
+    ]
+    records += [record("markov", "a", 2, 9.0), record("markov", "a", 8, -0.5), record("markov", "b", 2, -3.0)]
+    records += [record("parity", "a", 2, None, 0.0), record("parity", "a", 8, 0.0, 0.96)]
+    points = curve_report.by_curve(records, "markov")
+    assert curve_report.error_at(points["a"], 2) == 9.0
+    assert curve_report.error_at(points["a"], 16) == 0.5  # the size of the gap, not its sign
+    assert curve_report.error_at(points["a"], 1) is None
+    assert curve_report.cost_of_good(points["a"]) == 8
+    assert curve_report.cost_of_good(points["b"]) is None
+    table = curve_report.as_markdown(records)
+    assert "| a | 9.00 | 9.00 | **0.50** | **0.50** | **8.0** |" in table
+    assert "| b | **3.00** | **3.00** | 3.00 | 3.00 | – |" in table
+    assert "| a | **1.000** | **1.000** | **0.040** | **0.040** | **8.0** |" in table
+    assert table.count("###") == 2
+
+
+ARGUMENTS = ["--sources", "[markov, parity]", "--strategies", "[random, dus]", "--samples", "4", "--resamples", "5"]
+
+
+def run(output: Path, *extra: str) -> int:
+    return command.main(["curves", "--output", str(output), "--length", "8", *ARGUMENTS, *extra])
+
+
+def test_the_command_writes_points_tables_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path) == 0
+    printed = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
+    points = [line for line in lines if line["kind"] == "point"]
+    assert len(points) == printed["points"] == 2 * (6 + 7)
+    assert {"git_commit", "versions", "settings"} <= set(lines[0])
+    assert all(point["samples"] == 12 and point["source"] in ("markov", "parity") for point in points)
+    assert {"nfe", "tokens_fed", "seconds_per_sample", "gap", "possible", "rare", "pair_tv"} <= set(points[0])
+    page = (tmp_path / "curves.html").read_text()
+    assert page.count("<tr>") == 2 * (1 + 1 + 13)  # heading, the source itself, points
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl", "").replace(
+        "https://matplotlib.org", ""
+    ).replace("http://creativecommons.org", "")
+    assert "### markov" in (tmp_path / "curves.md").read_text()
+    assert (tmp_path / "parity.svg").stat().st_size > 5000
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--plots", "false") == 0
+    file = tmp_path / "points.jsonl"
+    whole = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(whole[:9]) + whole[9][:40])  # stopped while writing
+    capsys.readouterr()
+    assert run(tmp_path, "--plots", "false") == 1
+    assert "--resume true" in capsys.readouterr().err
+    assert run(tmp_path, "--plots", "false", "--samples", "5", "--resume", "true") == 1
+    assert "other settings" in capsys.readouterr().err
+    assert run(tmp_path, "--plots", "false", "--resume", "true") == 0
+    capsys.readouterr()
+
+    def kept(lines: list[str]) -> list[dict[str, Any]]:
+        records = [json.loads(line) for line in lines]
+        return [{**r, "seconds_per_sample": 0} for r in records if r["kind"] != "curves"]
+
+    assert kept(file.read_text().splitlines()) == kept(whole)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--sources", "[markof]"], "did you mean 'markov'"),
+        (["--strategies", "[clad]"], "no sweep is defined for clad"),
+        (["--samples", "1"], "2 or more samples"),
+        (["--seeds", "[1, 1]"], "different seeds"),
+        (["--temperature", "0"], "temperature is 0"),
+        (["--length", "7", "--sources", "[noisy_copy]"], "even length"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    assert run(tmp_path / "out", *extra) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("mdlm eval curves: ")
+    assert message in error
