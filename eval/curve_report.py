@@ -18,14 +18,15 @@ from mdlm.checkpoint import provenance
 from mdlm.eval.curves import CORE, RARE, SWEEPS, NoisyOracle, Truth, curve_point
 from mdlm.eval.sources_zoo import build_source
 
-DEFAULT_SOURCES = ["markov", "noisy_copy", "parity", "templates", "sudoku"]
-JUDGED_BY_GAP = {"markov", "hmm", "noisy_copy", "templates"}
-"""Sources of which strategies draw no impossible sequence: judged by |gap|. The others by the share of impossible ones;
-their gap is of the possible sequences only, and 0 where all are equally likely."""
+DEFAULT_SOURCES = ["markov", "noisy_copy", "parity", "templates", "dyck", "sudoku"]
+JUDGED_BY_KL = {"markov", "hmm", "noisy_copy", "templates"}
+"""Sources of which no strategy draws an impossible sequence: judged by `kl`, which has less noise than the gap and no
+sign. The others by the share of impossible sequences; their gap is of the possible ones only, and 0 where all are
+equally likely."""
 
 POINTS = "points.jsonl"
-GOOD_GAP, GOOD_SHARE = 0.02, 0.05
-"""Good enough: |gap| within 2 % of the entropy, or at most 5 % impossible sequences."""
+GOOD_KL, GOOD_SHARE = 0.02, 0.05
+"""Good enough: a divergence of at most 2 % of the entropy, or at most 5 % impossible sequences."""
 
 Record = dict[str, Any]
 
@@ -170,9 +171,12 @@ def progress(record: Mapping[str, Any]) -> str:
 
 
 def error(record: Mapping[str, Any]) -> float:
-    """What a point of this source is judged by, 0 = perfect: |gap| in nats, or the share of impossible sequences."""
-    if record["source"] in JUDGED_BY_GAP:
-        return math.inf if record["gap"] is None else abs(record["gap"])
+    """What a point of this source is judged by, 0 = perfect: `kl` in nats, or the share of impossible sequences.
+
+    Infinite where a strategy has no `kl`.
+    """
+    if record["source"] in JUDGED_BY_KL:
+        return math.inf if record["kl"] is None else float(record["kl"])
     return 1 - float(record["possible"])
 
 
@@ -182,10 +186,10 @@ def error_at(points: Sequence[Record], most: float) -> float | None:
 
 
 def cost_of_good(points: Sequence[Record]) -> float | None:
-    """Fewest evaluations of one curve's points that are good enough (`GOOD_GAP`, `GOOD_SHARE`); None if none is."""
+    """Fewest evaluations of one curve's points that are good enough (`GOOD_KL`, `GOOD_SHARE`); None if none is."""
     good = []
     for point in points:
-        limit = GOOD_GAP * point["entropy"] if point["source"] in JUDGED_BY_GAP else GOOD_SHARE
+        limit = GOOD_KL * point["entropy"] if point["source"] in JUDGED_BY_KL else GOOD_SHARE
         if error(point) <= limit:
             good.append(float(point["nfe"]))
     return min(good, default=None)
@@ -211,9 +215,9 @@ def as_markdown(records: Sequence[Record]) -> str:
     """A table per source: the least error at so many evaluations, the best in bold, and the cost of a good result."""
     parts = []
     for source, truth in _truths(records).items():
-        length, gap = truth["length"], source in JUDGED_BY_GAP
-        what = "abs(gap) in nats" if gap else "share of impossible sequences"
-        limit = f"{GOOD_GAP * truth['entropy']:.2f} nats" if gap else f"{GOOD_SHARE:.0%}"
+        length, divergence = truth["length"], source in JUDGED_BY_KL
+        what = "divergence in nats" if divergence else "share of impossible sequences"
+        limit = f"{GOOD_KL * truth['entropy']:.2f} nats" if divergence else f"{GOOD_SHARE:.0%}"
         heads = [f"NFE ≤ {length / budget:g}" for budget in BUDGETS]
         curves_ = by_curve(records, source)
         columns = [[error_at(points, length / budget) for points in curves_.values()] for budget in BUDGETS]
@@ -224,7 +228,7 @@ def as_markdown(records: Sequence[Record]) -> str:
             f"| strategy | {' | '.join(heads)} | NFE for ≤ {limit} |",
             "|---" * (len(columns) + 1) + "|",
         ]
-        digits = [2 if gap else 3] * len(BUDGETS) + [1]
+        digits = [2 if divergence else 3] * len(BUDGETS) + [1]
         for row, name in enumerate(curves_):
             cells = [_cell(column[row], column, places) for column, places in zip(columns, digits)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -247,6 +251,7 @@ COLUMNS = {
     "tokens_fed": ("tokens fed", 0),
     "seconds_per_sample": ("s / sample", 4),
     "gap": ("gap, nats", 2),
+    "kl": ("divergence, nats", 2),
     "possible": ("possible", 3),
     "rare": (f"rare (p < {RARE})", 4),
     "pair_tv": ("pair TV", 3),
@@ -290,7 +295,7 @@ def draw(records: Sequence[Record], folder: Path) -> dict[str, str]:
 
     pictures = {}
     for source, truth in _truths(records).items():
-        key, level = ("gap", 0.0) if source in JUDGED_BY_GAP else ("possible", 1.0)
+        key, level = ("gap", 0.0) if source in JUDGED_BY_KL else ("possible", 1.0)
         series = {
             name: [
                 (point["nfe"], point[key], point[f"{key}_low"], point[f"{key}_high"])

@@ -37,12 +37,12 @@ def seeded(seed: int) -> torch.Generator:
 def test_one_token_a_step_has_gap_zero_whatever_the_order(name: str, source: str) -> None:
     point = curve_point(TRUTHS[source], SMALL[source], name, SWEEPS[name].one_token, SEEDS, 60, resamples=20)
     assert abs(point["gap"]) <= 3 * point["gap_error"]
+    assert abs(point["kl"]) < 1e-6
     assert point["possible"] == pytest.approx(1.0)
     assert point["one_token"]
     assert point["samples"] == 180
-    if name not in ("lopa", "wino"):  # these ask about several states in a step
-        assert point["nfe"] == 10
-        assert point["tokens_fed"] == 100
+    assert point["nfe"] == 10
+    assert point["tokens_fed"] == 100
 
 
 def test_committing_neighbours_together_is_seen_as_a_gap() -> None:
@@ -58,6 +58,21 @@ def test_a_sampler_that_prefers_likely_tokens_has_a_gap_below_zero() -> None:
     """Drawing before ranking is the distortion that generative perplexity rewards."""
     point = curve_point(TRUTHS["markov"], SMALL["markov"], "llada", 16, SEEDS, 60)
     assert point["gap_high"] < 0
+    assert point["kl"] is None  # its tokens do not follow the law they are noted with
+
+
+def test_the_divergence_of_two_tokens_at_once_is_that_of_independent_draws() -> None:
+    """Both halves of a noisy copy at once: drawn independently of each other, against their joint law."""
+    source = zoo.noisy_copy(2, vocab=3, error=0.2)
+    joint = torch.zeros(3, 3).double()
+    for a in range(3):
+        for b in range(3):
+            joint[a, b] = float(source.log_prob(torch.tensor([[a, b]])).exp())
+    alone = joint.sum(1)[:, None] * joint.sum(0)[None]
+    expected = float((alone * (alone / joint).log()).sum())
+    point = curve_point(Truth.of(source, 900, draws=500), source, "random", 2, SEEDS, 1000)
+    assert point["kl_low"] <= expected <= point["kl_high"]
+    assert point["kl"] == pytest.approx(expected, rel=0.15)
 
 
 def test_every_sweep_has_six_points_and_passes_the_gates() -> None:
@@ -210,7 +225,7 @@ def test_an_overconfident_oracle_writes_too_likely_text() -> None:
 # The report.
 
 
-def record(source: str, strategy: str, nfe: float, gap: float | None, possible: float = 1.0) -> dict[str, Any]:
+def record(source: str, strategy: str, nfe: float, kl: float | None, possible: float = 1.0) -> dict[str, Any]:
     return {
         "kind": "point",
         "source": source,
@@ -218,7 +233,7 @@ def record(source: str, strategy: str, nfe: float, gap: float | None, possible: 
         "knob": "k",
         "value": nfe,
         "nfe": nfe,
-        "gap": gap,
+        "kl": kl,
         "possible": possible,
         "entropy": 50.0,
     }
@@ -228,11 +243,11 @@ def test_strategies_are_compared_at_a_budget_and_per_source() -> None:
     records: list[dict[str, Any]] = [
         {"kind": "truth", "source": name, "length": 16, "entropy": 50.0} for name in ("markov", "parity")
     ]
-    records += [record("markov", "a", 2, 9.0), record("markov", "a", 8, -0.5), record("markov", "b", 2, -3.0)]
+    records += [record("markov", "a", 2, 9.0), record("markov", "a", 8, 0.5), record("markov", "b", 2, 3.0)]
     records += [record("parity", "a", 2, None, 0.0), record("parity", "a", 8, 0.0, 0.96)]
     points = curve_report.by_curve(records, "markov")
     assert curve_report.error_at(points["a"], 2) == 9.0
-    assert curve_report.error_at(points["a"], 16) == 0.5  # the size of the gap, not its sign
+    assert curve_report.error_at(points["a"], 16) == 0.5
     assert curve_report.error_at(points["a"], 1) is None
     assert curve_report.cost_of_good(points["a"]) == 8
     assert curve_report.cost_of_good(points["b"]) is None
