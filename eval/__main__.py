@@ -45,6 +45,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """NELBO in nats per token, bits per byte and as a perplexity bound, with its standard error.
 
+    Two further commands have their own help: `mdlm eval curves` (quality against speed of strategies on sources with
+    known probabilities) and `mdlm eval text` (generative perplexity of samples under a judge).
+
     Args:
         checkpoint: a checkpoint folder, or the output_dir of a run (its newest checkpoint).
         data: text to evaluate in full: `builtin` (its held-out part), a file, folder, glob or dataset; default: the
