@@ -265,10 +265,10 @@ class Watch:
         self.feed.keep(rows)
 
 
-EXACT = [(BlockCache(), {"block_size": 4}), (DualCache(refresh=1), {})]
+BRANCHED = [(BlockCache(), {"block_size": 4}), (DualCache(refresh=1), {})]
 
 
-@pytest.mark.parametrize(("base", "options"), EXACT, ids=label)
+@pytest.mark.parametrize(("base", "options"), BRANCHED, ids=label)
 def test_branches_of_guidance_do_not_share_a_cache(base: CachePolicy, options: dict[str, Any]) -> None:
     denoiser = tiny_model(**options)
     outcomes = [
