@@ -243,7 +243,9 @@ def _cell(value: float | None, column: Sequence[float | None], places: int) -> s
 
 
 def _shown(value: float | None, places: int, sign: bool = False) -> str:
-    return "–" if value is None or not math.isfinite(value) else f"{value:{'+' if sign else ''}.{places}f}"
+    if value is None or not math.isfinite(value):
+        return "–"
+    return f"{round(value, places) + 0.0:{'+' if sign else ''}.{places}f}"  # + 0.0: no minus before a zero
 
 
 COLUMNS = {

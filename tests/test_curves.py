@@ -256,6 +256,9 @@ def test_strategies_are_compared_at_a_budget_and_per_source() -> None:
     assert "| b | **3.00** | **3.00** | 3.00 | 3.00 | – |" in table
     assert "| a | **1.000** | **1.000** | **0.040** | **0.040** | **8.0** |" in table
     assert table.count("###") == 2
+    rounded = curve_report.as_markdown([records[0], record("markov", "a", 2, -1e-10)])
+    assert "**0.00**" in rounded
+    assert "-0.00" not in rounded
 
 
 ARGUMENTS = ["--sources", "[markov, parity]", "--strategies", "[random, dus]", "--samples", "4", "--resamples", "5"]
