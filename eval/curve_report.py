@@ -110,7 +110,7 @@ def measured(
     exact = settings["temperature"] == 1 and settings["uniform"] == 0
     for name in sources:
         source = build_source(name, settings["length"], settings["source_seed"])
-        truth = Truth.of(source, settings["samples"] * len(settings["seeds"]))
+        truth = Truth.of(source, settings["samples"], len(settings["seeds"]))
         denoiser = source if exact else NoisyOracle(source, settings["temperature"], settings["uniform"])
         about = {"source": name, "length": source.length, "entropy": source.entropy()}
         head = {"kind": "truth", **about, "entropy_error": source.entropy_error, **truth.values}

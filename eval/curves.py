@@ -222,14 +222,14 @@ class Truth:
     """The measures of as many true samples as a point has: what a perfect sampler would show, noise floor included."""
 
     @staticmethod
-    def of(source: ExactSource, samples: int, draws: int = 20_000) -> Truth:
-        """Pair frequencies from `draws` sequences, measures from `samples` others."""
+    def of(source: ExactSource, samples: int, seeds: int = 1, draws: int = 20_000) -> Truth:
+        """Pair frequencies from `draws` sequences, measures from `samples` others for each of `seeds` groups."""
         generator = torch.Generator(source.device).manual_seed(20_261)
         x = source.sample(draws, generator)
         near = pair_counts(x, 1, source.vocab).mean(0)
         far = pair_counts(x, source.length // 2, source.vocab).mean(0)
         truth = Truth(source, near, far, {})
-        truth.values.update(measure(truth, source.sample(samples, generator), [samples]))
+        truth.values.update(measure(truth, source.sample(samples * seeds, generator), [samples] * seeds))
         return truth
 
 

@@ -127,6 +127,10 @@ def test_true_samples_measure_as_the_noise_floor() -> None:
     assert abs(values["gap"]) <= 4 * values["gap_error"]
     assert values["possible"] == pytest.approx(1.0)
     assert 0 < values["pair_tv"] < 0.2
+    apart = Truth.of(
+        SMALL["noisy_copy"], 30, 3, draws=500
+    ).values  # the same 90 sequences in groups, as points have them
+    assert apart["distinct_4"] > values["distinct_4"]
 
 
 def test_rows_have_seeds_of_their_own_and_the_same_for_every_strategy() -> None:
