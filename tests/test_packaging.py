@@ -87,6 +87,12 @@ def test_every_source_file_has_a_docstring_and_stays_short() -> None:
         assert text.count("\n") <= 450, f"{folder}/{path.name} is long: look for its second question"
 
 
+def test_the_readme_names_every_source_file() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [f"{folder}/{path.name}" for folder, path in _sources() if f"`{path.name}`" not in readme]
+    assert not [name for name in missing if not name.endswith("__init__.py")]
+
+
 def test_the_wheel_holds_every_file_and_only_mdlm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
