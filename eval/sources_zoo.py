@@ -43,17 +43,18 @@ def copy(length: int = 64, seed: int = 0, vocab: int = 8) -> CopySource:
 
 
 def noisy_copy(length: int = 64, seed: int = 0, vocab: int = 8, error: float = 0.05) -> AutomatonSource:
-    """Like `copy`, but a copied symbol is another one with probability `error`: every sequence is possible."""
+    """Like `copy`, but a copied symbol is another one with probability `error`: every sequence is possible. Each place
+    has a law of its own: with one for all, ties would send selectors to the left, that is to the first half."""
     if length % 2:
         raise ValueError(f"a copy needs an even length, got {length}")
-    probs = torch.randn(vocab, dtype=torch.float64, generator=_seeded(seed)).softmax(dim=0).tolist()
+    half = length // 2
+    probs = torch.randn(half, vocab, dtype=torch.float64, generator=_seeded(seed)).softmax(dim=1).tolist()
 
     def rules(step: int, state: Hashable) -> Moves:
         if state is None:
-            return {symbol: (p, symbol) for symbol, p in enumerate(probs)}
+            return {symbol: (p, symbol) for symbol, p in enumerate(probs[step // 2])}
         return {symbol: (1 - error if symbol == state else error / (vocab - 1), None) for symbol in range(vocab)}
 
-    half = length // 2
     order = [position for i in range(half) for position in (i, half + i)]
     return AutomatonSource.from_rules(None, rules, length, vocab, order=order, impossible="uniform")
 
@@ -86,10 +87,11 @@ def dyck(length: int = 32, seed: int = 0, kinds: int = 2, depth: int = 4) -> Aut
 
 
 def templates(
-    length: int = 64, seed: int = 0, phrases: int = 6, span: int = 8, vocab: int = 16, error: float = 0.01
+    length: int = 64, seed: int = 0, phrases: int = 6, span: int = 7, vocab: int = 16, error: float = 0.01
 ) -> AutomatonSource:
     """Phrases of `span` symbols one after the other, drawn with unequal probabilities. The first symbol says which
-    phrase it is; each further one is the phrase's own but for an `error`: nearly certain once begun."""
+    phrase it is; each further one is the phrase's own but for an `error`: nearly certain once begun. (A `span` that
+    is a power of 2 would favour strategies with such strides: they would write all first symbols first.)"""
     generator = _seeded(seed)
     prior = torch.randn(phrases, dtype=torch.float64, generator=generator).softmax(dim=0).tolist()
     body = torch.randint(0, vocab, (phrases, span), generator=generator).tolist()

@@ -41,10 +41,10 @@ def hmm_table(source: AutomatonSource) -> Table:
 
 
 def noisy_copy_table(source: ExactSource) -> Table:
-    p = torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(0).tolist()
+    p = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(1).tolist()
     table = {}
     for x in itertools.product(range(3), repeat=4):
-        table[x] = math.prod(p[x[i]] * (0.8 if x[i] == x[i + 2] else 0.1) for i in (0, 1))
+        table[x] = math.prod(p[i][x[i]] * (0.8 if x[i] == x[i + 2] else 0.1) for i in (0, 1))
     return table
 
 
