@@ -40,6 +40,6 @@ def test_previews_follow_their_prompts_and_leave_no_trace(texts: Path, tmp_path:
 
 def test_a_preview_that_does_not_fit_is_refused_before_the_first_step(texts: Path, tmp_path: Path) -> None:
     options = {"preview__every": 1, "preview__prompts": "['the cat sat on a mat']", "preview__length": 20}
-    with pytest.raises(ValueError, match=r"--preview.length 20 after a prompt of .* is longer than the model takes, 24"):
+    with pytest.raises(ValueError, match=r"--preview.length 20 after a prompt of .* longer than the model takes, 24"):
         start(configure(texts, tmp_path / "run", **options))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
