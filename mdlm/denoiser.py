@@ -270,16 +270,17 @@ class LogitsModelDenoiser:
         at: Bool[Tensor, "batch seq"] | None = None,
     ) -> Float[Tensor, "..."]:
         """See `Denoiser`. Raises ValueError for packed documents, and for padding where the model takes no mask."""
-        if position_ids is not None and bool((position_ids[:, 1:] == 0).any() if attention_mask is None else False):
+        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+        if position_ids is not None and bool(((position_ids[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
             raise ValueError("this model is called with one document per row; packed documents need MDLMForMaskedLM")
         inputs: dict[str, Tensor] = {"input_ids": tokens}
         if attention_mask is not None:
             if self.mask_style == "2d":
                 inputs["attention_mask"] = attention_mask.long()
             elif self.mask_style == "4d":
-                real = attention_mask[:, None, None, :] & attention_mask[:, None, :, None]
+                pairs = attention_mask[:, None, None, :] & attention_mask[:, None, :, None]
                 own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-                inputs["attention_mask"] = real | own  # a padding query sees itself, so no softmax is empty
+                inputs["attention_mask"] = pairs | own  # a padding query sees itself, so no softmax is empty
             elif not bool(attention_mask.all()):
                 raise ValueError(
                     "mask_style='none': this model cannot be told about padding; sample rows of one length at a time"

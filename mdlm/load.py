@@ -81,5 +81,11 @@ def load_model(
         with without_progress_bars():
             model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
     check_vocab(tokenizer, model.config)
-    model.to(torch.device(chosen))  # type: ignore[arg-type]
+    try:
+        model.to(torch.device(chosen))  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {device!r}: {error}") from error
+    broken = [name for name, weight in model.state_dict().items() if not bool(weight.isfinite().all())]
+    if broken:
+        raise ValueError(f"{path}: weights that are NaN or infinite: {', '.join(broken[:5])}; the checkpoint is broken")
     return model.eval(), tokenizer

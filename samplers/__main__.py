@@ -152,7 +152,7 @@ def sample(options: SampleOptions, strategy: str | None, shared: dict[str, Any],
     seconds = time.perf_counter() - start
     for number, prompt in enumerate(prompts):
         if options.json:
-            print(json.dumps({"prompt": prompt, **out.as_dict(number)}))
+            print(json.dumps({"prompt": prompt, **out.as_dict(number), "dtype": options.dtype}))
         else:
             print(("" if number == 0 else "\n") + f"--- {number}\n{prompt}{out.text[number]}")
     written = int(out.new_tokens.sum())

@@ -129,6 +129,15 @@ class Canvas:
             ids: list[int] = []
             flags: list[bool] = []
             for piece in row:
+                if (
+                    not isinstance(piece, (str, int))
+                    or isinstance(piece, bool)
+                    or (isinstance(piece, int) and piece < 0)
+                ):
+                    raise ValueError(
+                        f"a piece is {piece!r}; each row is a list of strings (given text) and numbers of 0 or more "
+                        "(tokens to write)"
+                    )
                 given = [0] * piece if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
                 ids += given
                 flags += [isinstance(piece, int)] * len(given)

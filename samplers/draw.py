@@ -6,7 +6,6 @@ per token, and in float32 cannot reach the tail: tokens below about 2^-24 are th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,8 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
+LEAST_TEMPERATURE = 1e-6
+"""Below it, and above its inverse, logits over temperature leave the range of float32."""
 PIECE = 256
 """Tokens per piece of the vocabulary when a token is drawn."""
 
@@ -41,8 +42,11 @@ class Draw:
     before_select: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= 1 / LEAST_TEMPERATURE):
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be 0 (greedy) or lie between {LEAST_TEMPERATURE:g} and "
+                f"{1 / LEAST_TEMPERATURE:g}"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
         if self.top_k is not None and self.top_k < 1:

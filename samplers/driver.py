@@ -5,8 +5,8 @@ The driver, not the components, guarantees:
 - progress: a row commits at least one token per step, or follows a finite schedule; revisions are counted;
 - only editable positions are written, known by a flag of their own, so prompts may contain any id;
 - the mask id is never written, and a distribution that cannot be drawn from is an error;
-- a row's result and counts depend on the row, its seed and the model: noise is a hash of (seed, row, step, position),
-  every rule works per row, finished rows leave the batch.
+- a row's result and counts depend on the row, its seed and what the model answers, and on nothing else: noise is a hash
+  of (seed, row, step, position), every rule works per row, finished rows leave the batch.
 
 One step: window, forward, transforms, (draw), score, select, (draw), commit, revise, stop. Read next: one strategy in
 `select.py`, then `presets.py`.
@@ -152,6 +152,14 @@ class Run:
             window, block = torch.where(stay[:, None], state.window, window), torch.where(stay, state.block, block)
         state.block_step = torch.where(block == state.block, state.block_step, 0)
         state.block, state.window = block, window
+        empty = state.masked.any(dim=-1) & ~(window & state.masked).any(dim=-1)
+        if strategy.revise is not None:
+            empty = empty & ~stay
+        if bool(empty.any()):
+            raise ValueError(
+                f"the window {type(strategy.window).__name__} holds no undecided position of an unfinished row, so the "
+                "run would never end; a window must reach at least one"
+            )
         step = Step(state, window, window & state.masked, self.mask_token_id, draw=strategy.draw)
         step.at = step.candidates
         if strategy.select.blind:

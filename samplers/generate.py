@@ -13,17 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mdlm.denoiser import Denoiser, as_denoiser
+from mdlm.samplers.arguments import checked
 from mdlm.samplers.cache_policies import CacheName, cache_named
 from mdlm.samplers.canvas import Canvas, Generation
 from mdlm.samplers.constrain import regex_constraint
 from mdlm.samplers.driver import Frame, Run, row_keys
+from mdlm.samplers.edit import EditTokens
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
+from mdlm.samplers.prompts import check_length, check_tokenizer, to_canvas
+from mdlm.samplers.remdm import Planner
 from mdlm.samplers.scores import DeferEos
 from mdlm.samplers.speculate import Speculative
 from mdlm.samplers.stop import EosStop
@@ -114,7 +116,9 @@ def generate(
         cache: stored keys and values of earlier forwards, for fewer tokens per forward: `prefix`, `dual`, `delayed` and
             `interval` are approximations, `block` is exact and for block-causal models, `none` feeds everything (see
             `mdlm.samplers.cache_policies`, whose objects take intervals). None: the strategy's own.
-        batch_size: rows per run; never changes the result.
+        batch_size: rows per run. Changes the result only as far as the model's own arithmetic does: a network rounds
+            differently in another batch, which decides between positions it predicts alike to the last digits, as on a
+            canvas with nothing given.
         **knobs: the strategy's own, see its function in `PRESETS`.
 
     Raises:
@@ -172,9 +176,11 @@ def stream(
     regex: str | None = None,
     **knobs: Any,
 ) -> Iterator[Frame]:
-    """Watch it unmask: the canvas before the first step and after each one. Arguments as in `generate`, whose result
-    the
-    last frame holds; all prompts are one batch. Wrong arguments raise here, not at the first frame."""
+    """Watch it unmask: the canvas before the first step and after each one.
+
+    Arguments as in `generate`, whose result the last frame holds; all prompts are one batch. Wrong arguments raise
+    here, not at the first frame.
+    """
     plan = _plan(
         model,
         tokenizer,
@@ -226,9 +232,35 @@ def _plan(
     batch_size: int,
     knobs: dict[str, Any],
 ) -> Plan:
+    sampling = checked(generate, sampling)
+    given = {
+        "strategy": strategy,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "eos_token_id": eos_token_id,
+        "suppress_tokens": suppress_tokens,
+        "begin_suppress_tokens": begin_suppress_tokens,
+        "repetition_penalty": repetition_penalty,
+        "guidance": guidance,
+        "regex": regex,
+        "batch_size": batch_size,
+    }
+    (
+        strategy,
+        max_new_tokens,
+        seed,
+        eos_token_id,
+        suppress_tokens,
+        begin_suppress_tokens,
+        repetition_penalty,
+        guidance,
+        regex,
+        batch_size,
+    ) = checked(generate, given).values()
     denoiser = as_denoiser(model)
+    check_tokenizer(tokenizer, denoiser.mask_token_id)
     canvas = to_canvas(tokenizer, prompts, max_new_tokens)
-    _check_length(model, canvas)
+    check_length(model, canvas)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
     if not isinstance(seed, int) and len(seed) != len(canvas):
@@ -311,6 +343,10 @@ def _with_transforms(
     """The strategy's own transforms, then these; see `transforms.py` for the order."""
     transforms: list[Transform] = []
     if repetition_penalty != 1:
+        if isinstance(strategy.revise, EditTokens):
+            raise ValueError(
+                "repetition_penalty looks at commits, but this strategy also edits written tokens; leave it out"
+            )
         transforms.append(RepetitionPenalty(repetition_penalty))
         strategy = dataclasses.replace(strategy, admit=OncePerStep())
     if suppress:
@@ -326,11 +362,13 @@ def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | N
     if eos in ("stop", "defer") and ends:
         strategy = dataclasses.replace(strategy, stop=(*strategy.stop, EosStop(ends)))
     if eos == "defer" and ends:
-        if strategy.select.blind:
+        if strategy.select.blind or isinstance(strategy.select, Planner):
             raise ValueError(
-                "eos='defer' ranks positions by what they predict, but this strategy chooses them without looking; use "
-                "eos='stop' or another strategy"
+                "eos='defer' ranks positions by what they predict, but this strategy chooses them without looking at "
+                "scores; use eos='stop' or another strategy"
             )
+        if isinstance(strategy.revise, EditTokens):
+            raise ValueError("eos='defer' ranks commits, but this strategy also edits written tokens; use eos='stop'")
         if strategy.draw.temperature > 0:  # which positions would end the answer is known once they are drawn
             if draw == "after_select":
                 raise ValueError(
@@ -340,60 +378,6 @@ def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | N
             strategy = dataclasses.replace(strategy, draw=dataclasses.replace(strategy.draw, before_select=True))
         strategy = dataclasses.replace(strategy, score=DeferEos(strategy.score, ends))
     return strategy
-
-
-def _check_length(model: Any, canvas: Canvas) -> None:
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    longest = int(canvas.lengths.max())
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"prompt and answer are {longest} tokens long, the model takes at most {limit}; shorten the prompt or "
-            "lower max_new_tokens"
-        )
-
-
-def to_canvas(tokenizer: PreTrainedTokenizerBase | None, prompts: Any, max_new_tokens: int) -> Canvas:
-    """The canvas that `prompts` (see `generate`) and an answer of `max_new_tokens` make."""
-    if isinstance(prompts, Canvas):
-        return prompts
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
-    rows = _rows(tokenizer, prompts)
-    if not rows:
-        raise ValueError("no prompts: give at least one (an empty string asks for text from nothing)")
-    return Canvas.from_prompts(rows, max_new_tokens)
-
-
-def _rows(tokenizer: PreTrainedTokenizerBase | None, prompts: Any) -> list[Any]:
-    """Token ids of each prompt."""
-    if isinstance(prompts, Tensor):
-        if prompts.is_floating_point() or prompts.dim() not in (1, 2):
-            raise ValueError(f"a tensor of prompts must hold ids as [seq] or [batch, seq], got {list(prompts.shape)}")
-        return list(prompts[None] if prompts.dim() == 1 else prompts)
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if not isinstance(prompts, Sequence):
-        raise ValueError(
-            f"prompts are a {type(prompts).__name__}; give text, chats, token ids or a Canvas (or a list of those)"
-        )
-    if prompts and isinstance(prompts[0], (int, dict)):
-        prompts = [prompts]
-    return [_row(tokenizer, number, prompt) for number, prompt in enumerate(prompts)]
-
-
-def _row(tokenizer: PreTrainedTokenizerBase | None, number: int, prompt: Any) -> Any:
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    if isinstance(prompt, Tensor) or (is_list and all(isinstance(x, int) for x in prompt)):
-        return torch.as_tensor(prompt, dtype=torch.int64)
-    if not (isinstance(prompt, str) or (is_list and all(isinstance(x, dict) for x in prompt))):
-        raise ValueError(f"prompt {number} is a {type(prompt).__name__}; give text, a chat or token ids")
-    if tokenizer is None:
-        raise ValueError(f"prompt {number} is text, which needs a tokenizer; give one, or token ids")
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=False)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"prompt {number} is a chat, but the tokenizer has no chat template; set one or give text")
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
 def _result(plan: Plan, frame: Frame, finish: list[str]) -> Generation:

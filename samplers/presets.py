@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from mdlm.samplers.ancestral import Ancestral, JointAncestral
+from mdlm.samplers.arguments import checked
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.presets_adaptive import (
     credit,
@@ -83,7 +84,7 @@ def first_hitting(block_length: int | None = None) -> Strategy:
 
 def semi_autoregressive(steps: int = 64, length: int = 64, stride: int = 32) -> Strategy:
     """MDLM's semi-autoregressive sampler (2406.07524, section 4.2): ancestral sampling of a first window, then of one
-    stride after the other to its right. For answers longer than the model was trained on.
+    stride after the other to its right. For long answers: what is far to the right waits, what is left is settled.
 
     Args:
         steps: time steps per window; only those that reveal something cost a forward.
@@ -209,4 +210,4 @@ def build_strategy(name: str, **knobs: object) -> Strategy:
     if unknown:
         takes = ", ".join(f"{knob}={parameter.default!r}" for knob, parameter in parameters.items())
         raise ValueError(f"strategy {name!r} does not take {', '.join(unknown)}; it takes {takes}")
-    return PRESETS[name](**knobs)
+    return PRESETS[name](**checked(PRESETS[name], knobs))

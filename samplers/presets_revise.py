@@ -171,7 +171,8 @@ def wino(
     Fast greedy decoding that can repair itself; a block of n positions takes at most n steps.
 
     Args:
-        tau_wide: commit probabilities above this, at most 70 % of the block's masks and 20, at least one.
+        tau_wide: commit probabilities above this, at most 70 % of the block's masks and 20 (5 are always allowed), at
+            least one.
         tau_narrow: mask again where the leave-one-out probability is below this; 0: never.
         block_length: None: the whole canvas at once.
         verify: how a token is left out: `shadow` feeds one more token per decided position (needs our own model under

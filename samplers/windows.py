@@ -56,7 +56,7 @@ class Blocks:
     """Count from the first editable position, or from the start of the row (block-causal models were trained so)."""
 
     def __post_init__(self) -> None:
-        if self.length < 1:
+        if not self.length >= 1:  # NaN as well
             raise ValueError(f"block_length is {self.length}; it must be 1 or more")
         if self.align not in ("answer", "row"):
             raise ValueError(f"align is {self.align!r}; it must be 'answer' or 'row'")

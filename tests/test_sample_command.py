@@ -76,7 +76,7 @@ def test_json_lines_hold_what_generate_returns(checkpoint: Path, capsys: pytest.
         model, tokenizer, ["the cat", "a"], strategy="confidence", k=2, max_new_tokens=8, seed=3, temperature=1.0
     )
     for number, line in enumerate(lines):
-        assert line == {"prompt": line["prompt"], **out.as_dict(number)}
+        assert line == {"prompt": line["prompt"], **out.as_dict(number), "dtype": "float32"}
     assert "NFE 4.0" in printed.err or "eos" in out.finish
 
 
