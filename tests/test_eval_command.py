@@ -143,6 +143,7 @@ def test_the_demonstration_runs_commands_that_exist(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on loading its compiler
 def test_the_demonstration_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fresh_accelerate():
         demonstration.demo(output_dir=str(tmp_path / "demo"), max_seconds=60, tokens=16)
