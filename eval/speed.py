@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -284,13 +284,18 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one measurement and print its JSON line."""
+def measure(commands: Mapping[str, Callable[..., dict[str, Any]]], argv: list[str] | None) -> int:
+    """Run the measurement that `argv` names and print its JSON line."""
     from jsonargparse import auto_cli
 
-    result = auto_cli(dict(COMMANDS), args=argv, as_positional=False)
+    result = auto_cli(dict(commands), args=argv, as_positional=False)
     print(json.dumps({**result, "machine": machine()}))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `python -m mdlm.eval.speed`."""
+    return measure(COMMANDS, argv)
 
 
 if __name__ == "__main__":

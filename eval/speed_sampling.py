@@ -10,7 +10,6 @@ object per line, as in `speed.py`, which see for why only ratios of the same run
 from __future__ import annotations
 
 import inspect
-import json
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from mdlm.config import MDLMConfig
 from mdlm.denoiser import ModelDenoiser
-from mdlm.eval.speed import alternate, machine
+from mdlm.eval.speed import alternate, measure
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.driver import Run, row_keys
@@ -243,12 +242,8 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {"tokens": tokens, "overhea
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one measurement and print its JSON line."""
-    from jsonargparse import auto_cli
-
-    result = auto_cli(dict(COMMANDS), args=argv, as_positional=False)
-    print(json.dumps({**result, "machine": machine()}))
-    return 0
+    """Entry of `python -m mdlm.eval.speed_sampling`."""
+    return measure(COMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mdlm.checkpoint import read_tensors, write_tensors
+from mdlm.command import run_command
 from mdlm.modeling import MDLMForMaskedLM
 
 ADAPTER_FOLDER = "adapter"
@@ -239,11 +239,4 @@ def merge(checkpoint: str, output: str, dtype: str = "float32") -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `mdlm merge`."""
-    from jsonargparse import auto_cli
-
-    try:
-        auto_cli(merge, args=argv, prog="mdlm merge")
-    except (ValueError, FileNotFoundError) as error:
-        print(f"mdlm merge: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(merge, argv, prog="mdlm merge")

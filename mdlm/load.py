@@ -47,6 +47,13 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def check_finite(model: MDLMForMaskedLM, source: str | Path) -> None:
+    """Raises ValueError if a weight that was read from `source` is NaN or infinite."""
+    broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+    if broken:
+        raise ValueError(f"{source}: {len(broken)} weights are not finite, the first is {broken[0]}; give another copy")
+
+
 def load_model(
     path: str | Path, dtype: str = "float32", device: str = "auto"
 ) -> tuple[MDLMForMaskedLM, PreTrainedTokenizerBase]:
@@ -85,7 +92,5 @@ def load_model(
         model.to(torch.device(chosen))  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device is {device!r}: {error}") from error
-    broken = [name for name, weight in model.state_dict().items() if not bool(weight.isfinite().all())]
-    if broken:
-        raise ValueError(f"{path}: weights that are NaN or infinite: {', '.join(broken[:5])}; the checkpoint is broken")
+    check_finite(model, path)
     return model.eval(), tokenizer

@@ -9,9 +9,16 @@ from __future__ import annotations
 import operator
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, Literal, Union
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raises ValueError that lists the names if `value` is none of them."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 def checked(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

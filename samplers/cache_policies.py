@@ -25,6 +25,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from mdlm.denoiser import Denoiser
+from mdlm.samplers.arguments import one_of
 from mdlm.samplers.cache import CachePolicy, NoCache
 from mdlm.samplers.cache_feeder import StoredFeeder, View, cached_denoiser
 
@@ -185,6 +186,5 @@ CACHES: dict[str, Callable[..., CachePolicy]] = {
 
 def cache_named(name: str) -> CachePolicy:
     """The policy of this name with its defaults; ValueError that lists the names."""
-    if name not in CACHES:
-        raise ValueError(f"cache is {name!r}; it must be one of {', '.join(CACHES)}")
+    one_of("cache", name, CACHES)
     return CACHES[name]()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from mdlm.denoiser import Denoiser, as_denoiser
-from mdlm.samplers.arguments import checked
+from mdlm.samplers.arguments import checked, one_of
 from mdlm.samplers.cache_policies import CacheName, cache_named
 from mdlm.samplers.canvas import Canvas, Generation
 from mdlm.samplers.constrain import regex_constraint
@@ -35,7 +35,6 @@ from mdlm.samplers.wino import MaskedInTurn, Shadows
 
 DEFAULT_STRATEGY = "threshold"
 EosPolicy = Literal["stop", "defer", "ignore", "ban"]
-EOS_POLICIES = ("stop", "defer", "ignore", "ban")
 
 
 @dataclass(frozen=True)
@@ -125,26 +124,26 @@ def generate(
         ValueError: an unknown strategy, a knob it does not take, a value out of range, prompts of an unknown kind, ids
             that the model does not know, an answer too long for the model.
     """
-    plan = _plan(
-        model,
-        tokenizer,
-        prompts,
-        strategy=strategy,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
-        draw=draw,
-        eos=eos,
-        eos_token_id=eos_token_id,
-        suppress_tokens=suppress_tokens,
-        begin_suppress_tokens=begin_suppress_tokens,
-        repetition_penalty=repetition_penalty,
-        guidance=guidance,
-        cache=cache,
-        regex=regex,
-        batch_size=batch_size,
-        knobs=knobs,
-    )
+    options = {
+        "strategy": strategy,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "draw": draw,
+        "eos": eos,
+        "eos_token_id": eos_token_id,
+        "suppress_tokens": suppress_tokens,
+        "begin_suppress_tokens": begin_suppress_tokens,
+        "repetition_penalty": repetition_penalty,
+        "guidance": guidance,
+        "cache": cache,
+        "regex": regex,
+        "batch_size": batch_size,
+    }
+    plan = _plan(model, tokenizer, prompts, knobs=knobs, **checked(_plan, options))
     parts = []
     for run in plan.runs():
         while not run.done:
@@ -181,26 +180,26 @@ def stream(
     Arguments as in `generate`, whose result the last frame holds; all prompts are one batch. Wrong arguments raise
     here, not at the first frame.
     """
-    plan = _plan(
-        model,
-        tokenizer,
-        prompt,
-        strategy=strategy,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
-        draw=draw,
-        eos=eos,
-        eos_token_id=eos_token_id,
-        suppress_tokens=suppress_tokens,
-        begin_suppress_tokens=begin_suppress_tokens,
-        repetition_penalty=repetition_penalty,
-        guidance=guidance,
-        cache=cache,
-        regex=regex,
-        batch_size=1 << 30,
-        knobs=knobs,
-    )
+    options = {
+        "strategy": strategy,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "draw": draw,
+        "eos": eos,
+        "eos_token_id": eos_token_id,
+        "suppress_tokens": suppress_tokens,
+        "begin_suppress_tokens": begin_suppress_tokens,
+        "repetition_penalty": repetition_penalty,
+        "guidance": guidance,
+        "cache": cache,
+        "regex": regex,
+        "batch_size": 1 << 30,
+    }
+    plan = _plan(model, tokenizer, prompt, knobs=knobs, **checked(_plan, options))
     return _frames(next(plan.runs()))
 
 
@@ -219,7 +218,10 @@ def _plan(
     strategy: str | Strategy | None,
     max_new_tokens: int,
     seed: int | Sequence[int],
-    sampling: dict[str, Any],
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
     draw: str | None,
     eos: str,
     eos_token_id: int | Sequence[int] | None,
@@ -232,31 +234,7 @@ def _plan(
     batch_size: int,
     knobs: dict[str, Any],
 ) -> Plan:
-    sampling = checked(generate, sampling)
-    given = {
-        "strategy": strategy,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "eos_token_id": eos_token_id,
-        "suppress_tokens": suppress_tokens,
-        "begin_suppress_tokens": begin_suppress_tokens,
-        "repetition_penalty": repetition_penalty,
-        "guidance": guidance,
-        "regex": regex,
-        "batch_size": batch_size,
-    }
-    (
-        strategy,
-        max_new_tokens,
-        seed,
-        eos_token_id,
-        suppress_tokens,
-        begin_suppress_tokens,
-        repetition_penalty,
-        guidance,
-        regex,
-        batch_size,
-    ) = checked(generate, given).values()
+    """The call with everything in it checked; its annotations are what `checked` holds the options to."""
     denoiser = as_denoiser(model)
     check_tokenizer(tokenizer, denoiser.mask_token_id)
     canvas = to_canvas(tokenizer, prompts, max_new_tokens)
@@ -266,7 +244,8 @@ def _plan(
     if not isinstance(seed, int) and len(seed) != len(canvas):
         raise ValueError(f"{len(seed)} seeds for {len(canvas)} rows; give one seed, or one for each row")
     built = _strategy(model, strategy, knobs)
-    changes = {name: value for name, value in sampling.items() if value is not None}
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    changes: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     if draw is not None:
         if draw not in ("after_select", "before_select"):
             raise ValueError(f"draw is {draw!r}; it must be 'after_select' or 'before_select'")
@@ -357,8 +336,7 @@ def _with_transforms(
 
 
 def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | None) -> Strategy:
-    if eos not in EOS_POLICIES:
-        raise ValueError(f"eos is {eos!r}; it must be one of {', '.join(EOS_POLICIES)}")
+    one_of("eos", eos, get_args(EosPolicy))
     if eos in ("stop", "defer") and ends:
         strategy = dataclasses.replace(strategy, stop=(*strategy.stop, EosStop(ends)))
     if eos == "defer" and ends:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from mdlm.samplers.ancestral import Ancestral, JointAncestral
-from mdlm.samplers.arguments import checked
+from mdlm.samplers.arguments import checked, one_of
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.presets_adaptive import (
     credit,
@@ -40,21 +40,9 @@ from mdlm.samplers.scores import SCORES, drawn_probability
 from mdlm.samplers.scores import random as random_score
 from mdlm.samplers.select import Quota, RandomOrder, Threshold, TopK
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks, Strides, Window, whole
+from mdlm.samplers.windows import Strides, window_of
 
 Score = Literal["probability", "margin", "entropy", "random"]
-
-
-def window_of(block_length: int | None) -> Window:
-    """Blocks of this length, or the whole canvas."""
-    return whole if block_length is None else Blocks(block_length)
-
-
-def choice(name: str, value: str, allowed: dict[str, object]) -> object:
-    """`allowed[value]`; raises ValueError that lists the names."""
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-    return allowed[value]
 
 
 def ancestral(steps: int = 64, block_length: int | None = None, noise: Literal["split", "joint"] = "split") -> Strategy:
@@ -68,8 +56,8 @@ def ancestral(steps: int = 64, block_length: int | None = None, noise: Literal["
             (ignores temperature and truncation).
     """
     kinds = {"split": Ancestral(steps), "joint": JointAncestral(steps)}
-    select = kinds[noise] if noise in kinds else choice("noise", noise, dict(kinds))
-    return Strategy(select=select, window=window_of(block_length), draw=Draw(temperature=1.0))  # type: ignore[arg-type]
+    one_of("noise", noise, kinds)
+    return Strategy(select=kinds[noise], window=window_of(block_length), draw=Draw(temperature=1.0))  # type: ignore[arg-type]
 
 
 def first_hitting(block_length: int | None = None) -> Strategy:
@@ -109,7 +97,7 @@ def confidence(
     select = TopK(k) if steps is None else Quota(steps)
     if steps is not None and k != 1:
         raise ValueError(f"k={k} and steps={steps} contradict each other; give one of them")
-    choice("score", score, dict(SCORES))
+    one_of("score", score, SCORES)
     return Strategy(score=SCORES[score], select=select, window=window_of(block_length))
 
 
@@ -122,7 +110,7 @@ def threshold(threshold: float = 0.9, score: Score = "probability", block_length
         score: `probability`, `margin`, `entropy` or `random`.
         block_length: None: the whole canvas at once.
     """
-    choice("score", score, dict(SCORES))
+    one_of("score", score, SCORES)
     return Strategy(score=SCORES[score], select=Threshold(threshold), window=window_of(block_length))
 
 
@@ -138,7 +126,7 @@ def llada(
         remasking: what decides, `low_confidence` or `random`. (Nothing is masked again: the paper's word.)
     """
     scorers = {"low_confidence": drawn_probability, "random": random_score}
-    choice("remasking", remasking, dict(scorers))
+    one_of("remasking", remasking, scorers)
     return Strategy(
         score=scorers[remasking],
         select=Quota(steps),

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from mdlm.samplers.arguments import one_of
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.history import Credit, Direction, Stability, StableThreshold
 from mdlm.samplers.saber import Backtrack, RisingBar
@@ -34,20 +35,15 @@ from mdlm.samplers.select_adaptive import (
     ShrinkingReveal,
 )
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks, Sliding, Window, whole
+from mdlm.samplers.windows import Sliding, window_of
 
 Score = Literal["probability", "margin", "entropy", "random"]
 Confidence = Literal["probability", "margin", "entropy"]
 
 
-def _window(block_length: int | None) -> Window:
-    return whole if block_length is None else Blocks(block_length)
-
-
 def _score(name: str, random: bool = False) -> Scorer:
     allowed = [score for score in SCORES if random or score != "random"]
-    if name not in allowed:
-        raise ValueError(f"score is {name!r}; it must be one of {', '.join(allowed)}")
+    one_of("score", name, allowed)
     return SCORES[name]
 
 
@@ -81,15 +77,14 @@ def dream(
     if alg == "origin":
         if alg_temp != 0 or score_tempered:
             raise ValueError("alg='origin' ranks nothing: it takes neither alg_temp nor score_tempered")
-        return Strategy(select=ShrinkingReveal(steps, eps), window=_window(block_length))
-    if alg not in scorers:
-        raise ValueError(f"alg is {alg!r}; it must be one of origin, {', '.join(scorers)}")
+        return Strategy(select=ShrinkingReveal(steps, eps), window=window_of(block_length))
+    one_of("alg", alg, ("origin", *scorers))
     score = scorers[alg]
     return Strategy(
         score=Tempered(score) if score_tempered else score,
         select=ShrinkingQuota(steps, eps, alg_temp, linear=alg != "entropy"),
         draw=Draw(before_select=True),
-        window=_window(block_length),
+        window=window_of(block_length),
     )
 
 
@@ -102,7 +97,7 @@ def factor(factor: float = 1.0, compat: bool = False, block_length: int | None =
         compat: the published off-by-one, for parity.
         block_length: None: the whole canvas at once.
     """
-    return Strategy(select=Factor(factor, compat), window=_window(block_length))
+    return Strategy(select=Factor(factor, compat), window=window_of(block_length))
 
 
 def eb(gamma: float = 0.1, score: Score = "entropy", block_length: int | None = None) -> Strategy:
@@ -114,7 +109,7 @@ def eb(gamma: float = 0.1, score: Score = "entropy", block_length: int | None = 
         score: what sorts: `entropy` (lowest first), `probability`, `margin` or `random`.
         block_length: None: the whole canvas at once.
     """
-    return Strategy(score=_score(score, random=True), select=EntropyBudget(gamma), window=_window(block_length))
+    return Strategy(score=_score(score, random=True), select=EntropyBudget(gamma), window=window_of(block_length))
 
 
 def dynamic(
@@ -136,7 +131,7 @@ def dynamic(
     """
     if steps is not None and quota != 1:
         raise ValueError(f"quota={quota} and steps={steps} contradict each other; give one of them")
-    return Strategy(score=_score(score), select=Dynamic(threshold, quota, steps), window=_window(block_length))
+    return Strategy(score=_score(score), select=Dynamic(threshold, quota, steps), window=window_of(block_length))
 
 
 def sdar(threshold: float = 0.85, steps: int = 4, block_length: int | None = 4) -> Strategy:
@@ -152,7 +147,7 @@ def sdar(threshold: float = 0.85, steps: int = 4, block_length: int | None = 4) 
         score=drawn_probability,
         select=Dynamic(threshold, steps=steps),
         draw=Draw(temperature=1.0, before_select=True),
-        window=_window(block_length),
+        window=window_of(block_length),
     )
 
 
@@ -168,7 +163,7 @@ def llada2(threshold: float = 0.95, quota: int = 1, block_length: int | None = 3
         score=drawn_probability,
         select=Dynamic(threshold, quota),
         draw=Draw(before_select=True),
-        window=_window(block_length),
+        window=window_of(block_length),
     )
 
 
@@ -182,7 +177,7 @@ def entropy_threshold(max_entropy: float = 0.45, block_length: int | None = 32) 
     """
     if not max_entropy >= 0:
         raise ValueError(f"max_entropy is {max_entropy}; it must be 0 or more (nats)")
-    return Strategy(score=negative_entropy, select=Threshold(math.exp(-max_entropy)), window=_window(block_length))
+    return Strategy(score=negative_entropy, select=Threshold(math.exp(-max_entropy)), window=window_of(block_length))
 
 
 def klass(
@@ -198,7 +193,7 @@ def klass(
         quota: tokens in a step in which nothing is ready, 1 or more.
         block_length: None: the whole canvas at once.
     """
-    return Strategy(select=StableThreshold(threshold, tau_kl, n, quota), window=_window(block_length))
+    return Strategy(select=StableThreshold(threshold, tau_kl, n, quota), window=window_of(block_length))
 
 
 def swd(
@@ -227,7 +222,7 @@ def swd(
     return Strategy(
         score=Stability(_score(score), lam, direction, first),
         select=TopK(k) if threshold is None else Threshold(threshold),
-        window=_window(block_length),
+        window=window_of(block_length),
     )
 
 
@@ -246,7 +241,7 @@ def credit(
     """
     fusion = Credit(alpha, gamma, decay)
     return Strategy(
-        select=Threshold(threshold), transforms=() if alpha == 0 else (fusion,), window=_window(block_length)
+        select=Threshold(threshold), transforms=() if alpha == 0 else (fusion,), window=window_of(block_length)
     )
 
 
@@ -263,7 +258,7 @@ def saber(least: int = 2, backtrack: bool = True, max_edits: int = 8, block_leng
     return Strategy(
         select=RisingBar(least),
         revise=Backtrack(least, max_edits) if backtrack else None,
-        window=_window(block_length),
+        window=window_of(block_length),
     )
 
 
@@ -286,7 +281,7 @@ def pc(
         block_length: None: the whole canvas at once.
     """
     table = None if frequencies is None else torch.as_tensor(frequencies, dtype=torch.float64)
-    return Strategy(score=PositionCalibrated(table, lam, alpha), select=TopK(k), window=_window(block_length))
+    return Strategy(score=PositionCalibrated(table, lam, alpha), select=TopK(k), window=window_of(block_length))
 
 
 def wedlm(max_entropy: float = 0.4, penalty: float = 0.02, masks: int = 16) -> Strategy:
@@ -317,7 +312,7 @@ def dus(base: int = 2, block_length: int | None = 32) -> Strategy:
         base: ratio of the strides of two rounds, 2 or more; the block length or more: all at once.
         block_length: None: the whole canvas at once.
     """
-    return Strategy(select=Dilated(base), window=_window(block_length))
+    return Strategy(select=Dilated(base), window=window_of(block_length))
 
 
 def spaced(gamma: float = 0.1, spacing: int = 2, score: Score = "entropy", block_length: int | None = None) -> Strategy:
@@ -331,7 +326,7 @@ def spaced(gamma: float = 0.1, spacing: int = 2, score: Score = "entropy", block
         block_length: None: the whole canvas at once.
     """
     select = MinSpacing(EntropyBudget(gamma), spacing)
-    return Strategy(score=_score(score, random=True), select=select, window=_window(block_length))
+    return Strategy(score=_score(score, random=True), select=select, window=window_of(block_length))
 
 
 def hierarchy(threshold: float = 0.9, low: float = 0.4, block_length: int | None = 32) -> Strategy:
@@ -343,4 +338,4 @@ def hierarchy(threshold: float = 0.9, low: float = 0.4, block_length: int | None
         low: probability to exceed as the best of a run; 0 or more.
         block_length: None: the whole canvas at once.
     """
-    return Strategy(select=Hierarchy(threshold, low), window=_window(block_length))
+    return Strategy(select=Hierarchy(threshold, low), window=window_of(block_length))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mdlm.samplers.arguments import one_of
 from mdlm.samplers.cache_policies import CACHES
 from mdlm.samplers.select import Selector, Threshold
 from mdlm.samplers.select_adaptive import Factor
@@ -26,9 +27,7 @@ def fast_dllm(
         block_length: positions per block; longer ones are refreshed less often.
         cache: `prefix`: text left of the block is kept; `dual`: text right of it too.
     """
-    allowed = ("prefix", "dual")
-    if cache not in allowed:
-        raise ValueError(f"cache is {cache!r}; it must be one of {', '.join(allowed)}")
+    one_of("cache", cache, ("prefix", "dual"))
     select: Selector = Threshold(threshold) if factor is None else Factor(factor)
     return Strategy(select=select, window=Blocks(block_length), cache=CACHES[cache]())
 

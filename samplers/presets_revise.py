@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from mdlm.samplers.arguments import one_of
 from mdlm.samplers.cache import CachePolicy, NoCache
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.early_exit import EarlyExit
@@ -28,7 +29,7 @@ from mdlm.samplers.remdm import (
 from mdlm.samplers.select import Quota, Selector, Threshold, TopK
 from mdlm.samplers.speculate import Speculative
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks, Window, whole
+from mdlm.samplers.windows import window_of
 from mdlm.samplers.wino import MaskedInTurn, NarrowOut, Shadows, WideIn
 
 DEFAULT_ETA = {"cap": 0.008, "rescale": 0.01, "loop": 0.02}
@@ -36,10 +37,6 @@ DEFAULT_ETA = {"cap": 0.008, "rescale": 0.01, "loop": 0.02}
 
 DEFAULT_DOUBT = {"low_prob": 0.1, "other": 0.9, "logit_diff": 0.3}
 """Thresholds of token-to-mask revision by rule."""
-
-
-def _window(block_length: int | None) -> Window:
-    return whole if block_length is None else Blocks(block_length)
 
 
 def remdm(
@@ -67,8 +64,7 @@ def remdm(
         alpha_on: share of decided positions on it.
     """
     plateau = Plateau(t_on, t_off, alpha_on)
-    if sigma not in ("conf", *DEFAULT_ETA):
-        raise ValueError(f"sigma is {sigma!r}; it must be one of cap, rescale, conf, loop")
+    one_of("sigma", sigma, ("cap", "rescale", "conf", "loop"))
     if sigma != "loop" and plateau != Plateau():
         raise ValueError(f"t_on, t_off and alpha_on shape the plateau of sigma='loop'; sigma={sigma!r} has none")
     rule: Sigma
@@ -84,7 +80,7 @@ def remdm(
     return Strategy(
         select=Reveal(process),
         revise=None if eta == 0 else Remask(process),
-        window=_window(block_length),
+        window=window_of(block_length),
         draw=Draw(temperature=1.0),
     )
 
@@ -102,7 +98,7 @@ def p2(steps: int = 64, eta: float = 1.0, block_length: int | None = None) -> St
     return Strategy(
         select=planner,
         revise=Unplanned(planner),
-        window=_window(block_length),
+        window=window_of(block_length),
         draw=Draw(temperature=1.0, before_select=True),
     )
 
@@ -126,7 +122,7 @@ def t2t(
     """
     return Strategy(
         select=Threshold(tau_mask),
-        window=_window(block_length),
+        window=window_of(block_length),
         revise=EditTokens(tau_edit, post_steps, max_edits),
     )
 
@@ -150,13 +146,12 @@ def t2m(
         max_edits: how often a position may be masked again.
     """
     rules: dict[str, Callable[[float], Doubt]] = {"low_prob": Unlikely, "other": Outvoted, "logit_diff": Behind}
-    if doubt not in rules:
-        raise ValueError(f"doubt is {doubt!r}; it must be one of {', '.join(rules)}")
+    one_of("doubt", doubt, rules)
     if threshold is not None and not threshold >= 0:
         raise ValueError(f"threshold is {threshold}; it must be 0 or more")
     rule = rules[doubt](DEFAULT_DOUBT[doubt] if threshold is None else threshold)
     return Strategy(
-        select=Threshold(tau_mask), window=_window(block_length), revise=MaskDoubtful(rule, max_edits=max_edits)
+        select=Threshold(tau_mask), window=window_of(block_length), revise=MaskDoubtful(rule, max_edits=max_edits)
     )
 
 
@@ -185,7 +180,7 @@ def wino(
     judge: CachePolicy = Shadows() if verify == "shadow" else MaskedInTurn()
     return Strategy(
         select=WideIn(tau_wide),
-        window=_window(block_length),
+        window=window_of(block_length),
         revise=narrow,
         cache=judge if narrow.reads_decided else NoCache(),
     )
@@ -213,7 +208,7 @@ def prophet(
     """
     base: Selector = TopK(1) if steps is None else Quota(steps)
     exit_ = EarlyExit(base, (gap_early, gap_middle, gap_late), None if region is None else (region[0], region[1]))
-    return Strategy(select=exit_, window=_window(block_length))
+    return Strategy(select=exit_, window=window_of(block_length))
 
 
 def freedave(drafts: int = 4, k: int = 1, block_length: int | None = 32) -> Strategy:
@@ -225,7 +220,7 @@ def freedave(drafts: int = 4, k: int = 1, block_length: int | None = 32) -> Stra
         k: tokens per step.
         block_length: None: the whole canvas at once.
     """
-    return Strategy(select=TopK(k), window=_window(block_length), cache=Speculative(drafts, k))
+    return Strategy(select=TopK(k), window=window_of(block_length), cache=Speculative(drafts, k))
 
 
 def lopa(branches: int = 4, threshold: float = 0.9, block_length: int | None = 32) -> Strategy:
@@ -238,5 +233,5 @@ def lopa(branches: int = 4, threshold: float = 0.9, block_length: int | None = 3
         block_length: None: the whole canvas at once.
     """
     return Strategy(
-        select=Lookahead(Threshold(threshold), branches), window=_window(block_length), cache=Speculative(drafts=1)
+        select=Lookahead(Threshold(threshold), branches), window=window_of(block_length), cache=Speculative(drafts=1)
     )

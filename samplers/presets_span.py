@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+from mdlm.samplers.arguments import one_of
 from mdlm.samplers.conflicts import CrossProbability, MutualTop1, ThresholdedAttention
 from mdlm.samplers.phases import MovingThreshold, Relay
 from mdlm.samplers.select import Threshold
 from mdlm.samplers.solvers import Exact, Greedy, Solver, matching
 from mdlm.samplers.spans import Clusters, Delimited, EntropyJumps, Runs, UnitRule, tokens
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.windows import Blocks, Sliding, SubBlocks, Window, whole
+from mdlm.samplers.windows import Sliding, SubBlocks, window_of
 from mdlm.samplers.windows_planned import AdaBlock, EntropyBlocks, InfluenceBlocks
 
 CONFLICTS = ("attention", "none")
 SOLVERS: dict[str, Solver] = {"matching": matching, "greedy": Greedy("length"), "exact": Exact()}
 UNITS = ("runs", "tokens", "jumps", "chunks")
-
-
-def _window(block_length: int | None) -> Window:
-    return whole if block_length is None else Blocks(block_length)
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 def clad(
@@ -47,10 +39,10 @@ def clad(
         max_len: cut longer runs; None: never.
         max_gap: positions inside a run that may be unsure (they stay undecided).
     """
-    _one_of("conflict", conflict, CONFLICTS)
+    one_of("conflict", conflict, CONFLICTS)
     graph = None if conflict == "none" else MutualTop1(layers)
     select = Clusters(threshold, Runs(max_len, max_gap), conflict=graph)
-    return Strategy(select=select, window=_window(block_length))
+    return Strategy(select=select, window=window_of(block_length))
 
 
 def depcap(
@@ -72,7 +64,7 @@ def depcap(
         block_length: length of a block, or of the shortest one with `longest_block`; None: the whole canvas at once.
         longest_block: experimental: blocks as long as the last block's influence reaches, up to this length.
     """
-    window = _window(block_length)
+    window = window_of(block_length)
     if longest_block is not None:
         if block_length is None:
             raise ValueError("longest_block needs a block_length, that of the shortest block")
@@ -102,7 +94,7 @@ def dapd(
     """
     graph = ThresholdedAttention(low, high, layers)
     early = Clusters(0.0, tokens, conflict=graph, solver=Greedy("influence"))
-    return Strategy(select=Relay(early, Threshold(threshold), until), window=_window(block_length))
+    return Strategy(select=Relay(early, Threshold(threshold), until), window=window_of(block_length))
 
 
 def spans(
@@ -140,9 +132,9 @@ def spans(
         layers: of how many last layers attention is read. For `conflict="attention"`.
         block_length: None: the whole canvas at once.
     """
-    _one_of("units", units, UNITS)
-    _one_of("conflict", conflict, CONFLICTS)
-    _one_of("solver", solver, tuple(SOLVERS))
+    one_of("units", units, UNITS)
+    one_of("conflict", conflict, CONFLICTS)
+    one_of("solver", solver, SOLVERS)
     if delimiters and units != "chunks":
         raise ValueError(f"delimiters end chunks, but units is {units!r}; take units='chunks' or leave them out")
     if solver != "matching" and conflict == "none":
@@ -157,7 +149,7 @@ def spans(
     graph = None if conflict == "none" else MutualTop1(layers)
     settle = None if graph is None else SOLVERS[solver]
     select = Clusters(threshold, rule, reach, graph, settle, budget)
-    return Strategy(select=select, window=_window(block_length))
+    return Strategy(select=select, window=window_of(block_length))
 
 
 def adablock(

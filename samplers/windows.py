@@ -41,6 +41,11 @@ def whole(state: State) -> tuple[Bool[Tensor, "batch seq"], Int64[Tensor, " batc
     return state.editable, torch.zeros_like(state.rows)
 
 
+def window_of(block_length: int | None) -> Window:
+    """Blocks of this length, or the whole canvas."""
+    return whole if block_length is None else Blocks(block_length)
+
+
 def leftmost(state: State) -> Int64[Tensor, " batch"]:
     """First undecided position of each row."""
     return state.masked.int().argmax(dim=-1)

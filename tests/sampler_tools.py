@@ -42,6 +42,13 @@ class HashDenoiser:
     rows_fed: int = 0
     tokens_fed: int = 0
 
+    def count(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Note a call; True on real tokens."""
+        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+        self.calls, self.rows_fed = self.calls + 1, self.rows_fed + len(tokens)
+        self.tokens_fed += int(real.sum())
+        return real
+
     def __call__(
         self,
         tokens: Tensor,
@@ -51,9 +58,7 @@ class HashDenoiser:
         at: Tensor | None = None,
     ) -> Tensor:
         """See `Denoiser`."""
-        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
-        self.calls, self.rows_fed = self.calls + 1, self.rows_fed + len(tokens)
-        self.tokens_fed += int(real.sum())
+        real = self.count(tokens, attention_mask)
         position = torch.arange(tokens.shape[1])
         row = (hash_counters(tokens, position, self.seed) * real).sum(dim=1)
         uniform = counter_uniform(row[:, None, None], position[:, None], torch.arange(self.num_tokens))
@@ -233,9 +238,7 @@ class DriftDenoiser(HashDenoiser):
         at: Tensor | None = None,
     ) -> Tensor:
         """See `Denoiser`."""
-        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
-        self.calls, self.rows_fed = self.calls + 1, self.rows_fed + len(tokens)
-        self.tokens_fed += int(real.sum())
+        real = self.count(tokens, attention_mask)
         position, vocab = torch.arange(tokens.shape[1]), torch.arange(self.num_tokens)
         offset = position[:, None] - position
         push = counter_uniform(tokens[:, None, :, None], offset[:, :, None], vocab, self.seed, 1)

@@ -26,7 +26,7 @@ from mdlm.chat import chat_tokenizer
 from mdlm.config import MDLMConfig
 from mdlm.convert import is_public, load_public, open_checkpoint
 from mdlm.data import BatchStream, Data, open_data, training_texts
-from mdlm.load import model_folder
+from mdlm.load import check_finite, model_folder
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import Objective
 from mdlm.tokenization import (
@@ -238,9 +238,7 @@ def _stored_model(config: TrainConfig, source: str | Path) -> MDLMForMaskedLM:
         model, _ = load_public(source, torch.float32, attn_implementation=attention)
     else:
         model = MDLMForMaskedLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
-    broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
-    if broken:
-        raise ValueError(f"{source}: {len(broken)} weights are not finite, the first is {broken[0]}; give another copy")
+    check_finite(model, source)
     return model.train()
 
 
