@@ -14,8 +14,11 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 
-NORM_PLACEMENTS = ("pre",)
-"""Allowed values of `norm_placement`: where the normalisation of a residual branch sits."""
+NORM_PLACEMENTS = ("pre", "post", "peri", "span", "hybrid", "deepnorm")
+"""Allowed values of `norm_placement`: where norms and residual sums sit (`layers.MDLMLayer` has the equations)."""
+
+LINEARS = ("dense", "sdd")
+"""Allowed values of `linear`: a plain matrix, or one whose output is normalised and scaled (2502.15499)."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Allowed `rope_parameters["rope_type"]`: the ones whose frequencies do not depend on the length of the input."""
@@ -50,13 +53,14 @@ class MDLMConfig(PreTrainedConfig):
         qkv_bias: biases on the query, key and value projections (Qwen2, Dream).
         qk_norm: RMSNorm over each head of queries and keys before the rotation (Qwen3).
         tie_word_embeddings: the head shares the matrix of the embedding. Right for small models; large ones untie.
-        norm_placement: one of `NORM_PLACEMENTS`.
+        norm_placement: one of `NORM_PLACEMENTS`. Public formats know `pre` only.
+        linear: one of `LINEARS`, for every projection of the blocks. Public formats know `dense` only.
         block_size: None: every token sees its whole document. Otherwise block-causal: a token sees the blocks of
             `block_size` positions up to and including its own (2503.09573).
         shift_logits: the head at position i predicts token i + 1, as in a converted causal model (Dream). The model
             realigns its output, so users of its logits never shift.
-        initializer_range: standard deviation of the initial weights; residual output projections get
-            `initializer_range / sqrt(2 * num_hidden_layers)`.
+        initializer_range: standard deviation of the initial weights; residual output projections get less of it, by
+            `layers.branch_gain` (with pre: 1 / sqrt(2 layers)).
         mask_token_id: id of the absorbing state. None only for a configuration that will get one before it is used.
         pad_token_id: id that fills rows beyond their end; may equal `eos_token_id`.
         eos_token_id: id that ends a document.
@@ -87,6 +91,7 @@ class MDLMConfig(PreTrainedConfig):
         qk_norm: bool = False,
         tie_word_embeddings: bool = True,
         norm_placement: str = "pre",
+        linear: str = "dense",
         block_size: int | None = None,
         shift_logits: bool = False,
         initializer_range: float = 0.02,
@@ -122,6 +127,7 @@ class MDLMConfig(PreTrainedConfig):
         self.qkv_bias = qkv_bias
         self.qk_norm = qk_norm
         self.norm_placement = norm_placement
+        self.linear = linear
         self.block_size = None if block_size is None else _positive_int("block_size", block_size)
         self.shift_logits = shift_logits
         self.initializer_range = initializer_range
@@ -169,14 +175,16 @@ class MDLMConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         for name in ("rms_norm_eps", "initializer_range", "rope_theta"):
             _positive_float(name, getattr(self, name))
-        if self.norm_placement not in NORM_PLACEMENTS:
-            raise ValueError(
-                f"norm_placement={self.norm_placement!r} is unknown; allowed: {', '.join(NORM_PLACEMENTS)}"
-            )
-        if self.rope_parameters["rope_type"] not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type={self.rope_parameters['rope_type']!r} is unknown; allowed: {', '.join(ROPE_TYPES)}"
-            )
+        choices = {
+            "norm_placement": (self.norm_placement, NORM_PLACEMENTS),
+            "linear": (self.linear, LINEARS),
+            "rope_type": (self.rope_parameters["rope_type"], ROPE_TYPES),
+        }
+        for name, (value, allowed) in choices.items():
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(allowed)}")
+        if self.linear == "sdd" and self.qkv_bias:
+            raise ValueError("linear='sdd' normalises what its matrices give and has no biases; set qkv_bias=False")
         self._check_special_ids()
 
     def _check_special_ids(self) -> None:

@@ -2,8 +2,12 @@
 
 RMSNorm: 1910.07467. Rotary positions in the half-split layout: 2104.09864. Grouped-query attention: 2305.13245. SwiGLU:
 2002.05202. Parameter names are those of Qwen2/Qwen3, so converting such a model renames nothing. Norms, rotations and
-the softmax are computed in float32 whatever the weights are. There is no dropout: masking is the noise. Read next:
-`modeling.py`, which stacks them.
+the softmax are computed in float32 whatever the weights are. There is no dropout: masking is the noise.
+
+Two options keep deep models stable. Where norms and residual sums sit (`norm_placement`) is decided in `MDLMLayer`, how
+large the initial weights then are in `branch_gain`. `linear="sdd"` (scale-distribution decoupling, 2502.15499) makes
+every projection y = alpha * V x / RMS(V x): a linear layer and an RMSNorm of its output, so that optimizers and
+adapters meet V as the matrix it is. Read next: `modeling.py`, which stacks the layers.
 """
 
 from __future__ import annotations
@@ -42,9 +46,46 @@ class MDLMRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class ResidualOutput(nn.Linear):
+class BranchLinear(nn.Linear):
+    """A projection inside a residual branch whose initial weights DeepNorm scales: values, and the MLP's input."""
+
+
+class ResidualOutput(BranchLinear):
     """A projection that writes into the residual stream. Its initial weights are smaller, so that the sum of all
     branches has the same scale at any depth (GPT-2)."""
+
+
+def branch_gain(config: MDLMConfig, writes_to_stream: bool) -> float:
+    """Factor on `initializer_range` for a `BranchLinear`; `writes_to_stream`: it is a `ResidualOutput`.
+
+    pre, peri, hybrid: 1 / sqrt(2 layers) on outputs (GPT-2: the stream sums two branches a layer). span: 1 /
+    sqrt(layers) on outputs: each skip meets one branch a layer, of variance about 1 / layers. post: 1, the original.
+    deepnorm: (8 layers)^(-1/4) on values, MLP input and outputs (2203.00555, fig. 2, encoder); its
+    weights are Xavier's in the paper, here `initializer_range` is their scale.
+    """
+    layers = config.num_hidden_layers
+    if config.norm_placement == "deepnorm":
+        return (8 * layers) ** -0.25
+    if not writes_to_stream or config.norm_placement == "post":
+        return 1.0
+    return layers**-0.5 if config.norm_placement == "span" else (2 * layers) ** -0.5
+
+
+class DecoupledScale(MDLMRMSNorm):
+    """The scale alpha of SDD behind a linear layer, with the norm of its output (2502.15499). alpha starts at 1, behind
+    a `ResidualOutput` at 1 / sqrt(layers)."""
+
+    def __init__(self, width: int, eps: float, initial: float) -> None:
+        super().__init__(width, eps)
+        self.initial = initial
+
+
+def scale_behind(linear: nn.Linear, config: MDLMConfig) -> nn.Module:
+    """What follows `linear`: its `DecoupledScale` under `linear="sdd"`, else nothing."""
+    if config.linear == "dense":
+        return nn.Identity()
+    initial = config.num_hidden_layers**-0.5 if isinstance(linear, ResidualOutput) else 1.0
+    return DecoupledScale(linear.out_features, config.rms_norm_eps, initial)
 
 
 def rotary_angles(
@@ -88,13 +129,19 @@ class MDLMAttention(nn.Module):
         key_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.qkv_bias)
+        self.v_proj = BranchLinear(config.hidden_size, key_width, bias=config.qkv_bias)
         self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
+        self.q_scale, self.k_scale = scale_behind(self.q_proj, config), scale_behind(self.k_proj, config)
+        self.v_scale, self.o_scale = scale_behind(self.v_proj, config), scale_behind(self.o_proj, config)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
+        self.v_norm: nn.Module = nn.Identity()
+        hybrid = config.norm_placement == "hybrid"
+        if config.qk_norm or hybrid:
             self.q_norm = MDLMRMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = MDLMRMSNorm(config.head_dim, config.rms_norm_eps)
+        if hybrid:
+            self.v_norm = MDLMRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(
         self,
@@ -106,9 +153,9 @@ class MDLMAttention(nn.Module):
     ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq keys"] | None]:
         batch, seq, _ = hidden.shape
         by_head = (batch, seq, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden).view(by_head)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden).view(by_head)).transpose(1, 2)
-        value = self.v_proj(hidden).view(by_head).transpose(1, 2)
+        query = self.q_norm(self.q_scale(self.q_proj(hidden)).view(by_head)).transpose(1, 2)
+        key = self.k_norm(self.k_scale(self.k_proj(hidden)).view(by_head)).transpose(1, 2)
+        value = self.v_norm(self.v_scale(self.v_proj(hidden)).view(by_head)).transpose(1, 2)
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         if feeding is not None:
             key, value = feeding.exchange(self.layer, key, value)
@@ -122,7 +169,7 @@ class MDLMAttention(nn.Module):
                 "max_length_k": flash.max_length,
             }
         out, weights = attend(self, query, key, value, mask, dropout=0.0, scaling=self.head_dim**-0.5, **lengths)
-        return self.o_proj(out.reshape(batch, seq, -1)), weights
+        return self.o_scale(self.o_proj(out.reshape(batch, seq, -1))), weights
 
 
 class MDLMMLP(nn.Module):
@@ -131,23 +178,62 @@ class MDLMMLP(nn.Module):
     def __init__(self, config: MDLMConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = BranchLinear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = ResidualOutput(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_scale, self.up_scale = scale_behind(self.gate_proj, config), scale_behind(self.up_proj, config)
+        self.down_scale = scale_behind(self.down_proj, config)
 
     def forward(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq width"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_scale(self.gate_proj(x)), self.up_scale(self.up_proj(x))
+        return self.down_scale(self.down_proj(F.silu(gate) * up))
+
+
+NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "post": ("post_attention_layernorm", "output_layernorm"),
+    "peri": ("input_layernorm", "attention_layernorm", "post_attention_layernorm", "mlp_layernorm"),
+    "span": ("post_attention_layernorm", "output_layernorm"),
+    "hybrid": ("post_attention_layernorm",),
+    "deepnorm": ("post_attention_layernorm", "output_layernorm"),
+}
+"""`norm_placement` -> the norms of a layer on the stream; the first layer of `span` has an `input_layernorm` too."""
+
+
+def normalised_stream(placement: str) -> bool:
+    """Whether the layers of a placement hand on a normalised stream, which needs no norm at the end."""
+    return "output_layernorm" in NORMS[placement]
 
 
 class MDLMLayer(GradientCheckpointingLayer):
-    """One transformer block. Where norms and residual sums sit (`norm_placement`) is decided in `forward` and nowhere
-    else; `pre` normalises the input of each branch."""
+    """One transformer block. With N an RMSNorm each, h the input, A attention, M the MLP, `norm_placement` is
+
+    - pre: a = h + A(N h); a + M(N a)
+    - post: a = N(h + A h); N(a + M a)                                            (1706.03762)
+    - peri: a = h + N(A(N h)); a + N(M(N a)), also called sandwich                (2502.02732)
+    - span: a = N(h + A h); N(h + M a), the MLP's skip starts at the block's input; only in the first layer, whose input
+      is the embedding, A(N h)                                                    (2601.22580)
+    - hybrid: a = N(h + A h); a + M a, with queries, keys and values normalised per head inside A  (2503.04598)
+    - deepnorm: a = N(c h + A h); N(c a + M a), c = (2 layers)^(1/4)              (2203.00555)
+    """
 
     def __init__(self, config: MDLMConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.placement = config.norm_placement
+        self.skip_weight = (2 * config.num_hidden_layers) ** 0.25 if self.placement == "deepnorm" else 1.0
+        norms = set(NORMS[self.placement])
+        if self.placement == "span" and layer == 0:
+            norms.add("input_layernorm")
+
+        def norm(name: str) -> nn.Module:
+            return MDLMRMSNorm(config.hidden_size, config.rms_norm_eps) if name in norms else nn.Identity()
+
+        self.input_layernorm = norm("input_layernorm")
         self.self_attn = MDLMAttention(config, layer)
-        self.post_attention_layernorm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_layernorm = norm("attention_layernorm")
+        self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = MDLMMLP(config)
+        self.mlp_layernorm = norm("mlp_layernorm")
+        self.output_layernorm = norm("output_layernorm")
 
     def forward(
         self,
@@ -158,5 +244,9 @@ class MDLMLayer(GradientCheckpointingLayer):
         feeding: Feeding | None = None,
     ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, "batch heads seq keys"] | None]:
         attended, weights = self.self_attn(self.input_layernorm(hidden), rotation, mask, flash, feeding)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), weights
+        if self.placement in ("pre", "peri"):
+            hidden = hidden + self.attention_layernorm(attended)
+            return hidden + self.mlp_layernorm(self.mlp(self.post_attention_layernorm(hidden))), weights
+        between = self.post_attention_layernorm(self.skip_weight * hidden + attended)
+        skip = hidden if self.placement == "span" else between
+        return self.output_layernorm(self.skip_weight * skip + self.mlp(between)), weights

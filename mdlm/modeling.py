@@ -25,13 +25,25 @@ from mdlm.attention import (
     document_ids,
     flash_plan,
     flex_block_mask,
+    prediction_source,
     previous_in_document,
     token_positions,
     visible,
+    visible_twice,
 )
+from mdlm.checks import check_clean, check_feed, check_inputs, check_outputs
 from mdlm.config import MDLMConfig
 from mdlm.keyvalues import KeyValues, fed_predecessor
-from mdlm.layers import MDLMLayer, MDLMRMSNorm, ResidualOutput, rotary_angles
+from mdlm.layers import (
+    BranchLinear,
+    DecoupledScale,
+    MDLMLayer,
+    MDLMRMSNorm,
+    ResidualOutput,
+    branch_gain,
+    normalised_stream,
+    rotary_angles,
+)
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -63,9 +75,12 @@ class MDLMPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, ResidualOutput):
-            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
-            init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, BranchLinear):
+            gain = branch_gain(self.config, isinstance(module, ResidualOutput))
+            if gain != 1.0:
+                init.normal_(module.weight, mean=0.0, std=self.config.initializer_range * gain)
+        elif isinstance(module, DecoupledScale):
+            init.constant_(module.weight, module.initial)
 
     def resize_token_embeddings(
         self,
@@ -99,7 +114,9 @@ class MDLMModel(MDLMPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([MDLMLayer(config, n) for n in range(config.num_hidden_layers)])
-        self.norm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm: nn.Module = nn.Identity()
+        if not normalised_stream(config.norm_placement):
+            self.norm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
     def plan_flash(
@@ -124,6 +141,7 @@ class MDLMModel(MDLMPreTrainedModel):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         kv: KeyValues | None = None,
+        clean_ids: Int[Tensor, "batch seq"] | None = None,
     ) -> BaseModelOutput:
         """Hidden state of every token.
 
@@ -136,14 +154,19 @@ class MDLMModel(MDLMPreTrainedModel):
             output_hidden_states: also return the states before each layer and the normalised last one.
             output_attentions: also return the attention weights of each layer; needs `eager`.
             kv: keys and values of the rows' other positions; see `check_feed` for what it asks of the other arguments.
+            clean_ids: what `input_ids` was before it was noised: each block then sees itself noised and the blocks
+                before it clean (`attention.visible_twice`); the other arguments describe both alike. For models with
+                `block_size`.
 
         Returns:
-            `last_hidden_state [batch, seq, width]`. Padding gets finite values without a meaning.
+            `last_hidden_state [batch, seq, width]`; with `clean_ids` `[batch, 2 seq, width]`, noised tokens first.
+            Padding gets finite values without a meaning.
 
         Raises:
             ValueError: shapes that do not fit each other, a sequence longer than `max_position_embeddings`, ids outside
                 the embedding (checked on the CPU; an accelerator would have to wait for it), `block_size` under flash
-                attention, `output_attentions` of another implementation than `eager`, what `check_feed` refuses.
+                attention, `output_attentions` of another implementation than `eager`, what `check_feed` refuses,
+                `clean_ids` of a model without blocks or beside `kv`.
         """
         config = self.config
         uses_flash = is_flash_attention_requested(config)
@@ -152,12 +175,19 @@ class MDLMModel(MDLMPreTrainedModel):
         check_outputs(config, output_hidden_states, output_attentions)
         real = None if attention_mask is None else attention_mask.bool()
         positions = token_positions(input_ids, real, position_ids)
-        hidden = self.embed_tokens(input_ids)
-        batch, seq, width = hidden.shape
 
         mask: Tensor | BlockMask | None = None
         feeding = None
-        if kv is not None:
+        if clean_ids is not None:
+            check_clean(config, input_ids, clean_ids, kv)
+            assert config.block_size is not None, "checked by check_clean"
+            documents = document_ids(real, position_ids)
+            if config._attn_implementation == "flex_attention":
+                mask = flex_block_mask(positions.expand_as(input_ids), documents, config.block_size, twice=True)
+            else:
+                mask = visible_twice(positions, documents, config.block_size)
+            input_ids, positions = torch.cat([input_ids, clean_ids], dim=1), torch.cat([positions, positions], dim=1)
+        elif kv is not None:
             check_feed(config, position_ids)
             feeding = kv.feeding(positions, real, config.block_size)
             mask = feeding.mask
@@ -168,6 +198,8 @@ class MDLMModel(MDLMPreTrainedModel):
             mask = flex_block_mask(positions.expand_as(input_ids), documents, config.block_size)
         else:
             mask = visible(positions, document_ids(real, position_ids), config.block_size)
+        hidden = self.embed_tokens(input_ids)
+        batch, seq, width = hidden.shape
         if flash is not None:
             hidden = hidden.reshape(1, -1, width)[:, flash.tokens]
             positions = positions.expand(batch, seq).reshape(1, -1)[:, flash.tokens]
@@ -216,11 +248,13 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         kv: KeyValues | None = None,
+        clean_ids: Int[Tensor, "batch seq"] | None = None,
     ) -> MaskedLMOutput:
         """Raw logits of every token, or of the tokens asked for.
 
         Args:
-            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions, kv: as in `MDLMModel`.
+            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions, kv, clean_ids: as in
+                `MDLMModel`. With `clean_ids` the logits are those of the noised tokens.
             logits_at: compute the head on these positions only. Changes nothing but time and memory.
 
         Returns:
@@ -245,6 +279,7 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             kv=kv,
+            clean_ids=clean_ids,
             return_dict=True,
         )
         hidden = out.last_hidden_state
@@ -255,11 +290,19 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
             source = fed_predecessor(position_ids, wanted)
         elif self.config.shift_logits:
             real = None if attention_mask is None else attention_mask.bool()
-            source = previous_in_document(real, position_ids, input_ids).expand_as(input_ids)
+            source = previous_in_document(real, position_ids, input_ids)
+            if clean_ids is not None:
+                assert self.config.block_size is not None, "checked by check_clean"
+                source = prediction_source(
+                    source, token_positions(input_ids, real, position_ids), self.config.block_size
+                )
+            source = source.expand_as(input_ids)
+        elif clean_ids is not None and logits_at is None:
+            hidden = hidden[:, : input_ids.shape[1]]
         if logits_at is not None:
             logits = self._head_at(hidden, logits_at, source)
         elif source is not None:
-            logits = self.lm_head(hidden.gather(1, source[:, :, None].expand_as(hidden)))
+            logits = self.lm_head(hidden.gather(1, source[:, :, None].expand(-1, -1, hidden.shape[2])))
         else:
             logits = self.lm_head(hidden)
         return MaskedLMOutput(logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
@@ -272,8 +315,9 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
     ) -> Float[Tensor, "rows vocab"]:
         rows = at.flatten().nonzero().squeeze(-1)
         count, total, seq = len(rows), at.numel(), at.shape[1]
-        if source is not None:
-            rows = rows - rows % seq + source.flatten()[rows]
+        if source is not None or hidden.shape[1] != seq:
+            column = rows % seq if source is None else source.flatten()[rows]
+            rows = rows // seq * hidden.shape[1] + column
         padded = head_rows(count, total)
         rows = F.pad(rows, (0, padded - count))
         logits = self.lm_head(hidden.flatten(0, 1).index_select(0, rows))
@@ -291,83 +335,3 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         from mdlm.samplers.generate import generate
 
         return generate(self, tokenizer, inputs, strategy=strategy, **options)
-
-
-def check_inputs(
-    config: MDLMConfig, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> None:
-    """Refuse inputs that would fail deep inside torch, or worse, pass. Raises ValueError."""
-    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-        raise ValueError(
-            f"input_ids is {input_ids.dtype} of shape {list(input_ids.shape)}; it must hold token ids as [batch, seq]"
-        )
-    if input_ids.numel() == 0:
-        raise ValueError(f"input_ids is empty, shape {list(input_ids.shape)}; give at least one token")
-    for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
-        if value is not None and value.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} has shape {list(value.shape)}; it must have the shape of input_ids, {list(input_ids.shape)}: "
-                "one number per token (the model builds the square attention mask itself)"
-            )
-    if position_ids is None and input_ids.shape[1] > config.max_position_embeddings:
-        raise ValueError(
-            f"the sequence is {input_ids.shape[1]} tokens long, the model takes at most "
-            f"max_position_embeddings={config.max_position_embeddings}; shorten it or pack documents with position_ids"
-        )
-    if config.block_size is not None and is_flash_attention_requested(config):
-        raise ValueError(
-            f"{config._attn_implementation} has no block-causal mask (block_size={config.block_size}); load the model "
-            "with attn_implementation='sdpa' or 'flex_attention', or set block_size=None"
-        )
-    if torch.compiler.is_compiling() or input_ids.device.type != "cpu":
-        return
-    low, high = (int(bound) for bound in input_ids.aminmax())
-    if low < 0 or high >= config.vocab_size:
-        raise ValueError(
-            f"input_ids holds {low if low < 0 else high}, but the embedding has rows 0 .. {config.vocab_size - 1}; is "
-            "this the tokenizer the model was trained with?"
-        )
-    if position_ids is not None:
-        low, high = (int(bound) for bound in position_ids.aminmax())
-        if low < 0 or high >= config.max_position_embeddings:
-            raise ValueError(
-                f"position_ids holds {low if low < 0 else high}; positions run from 0 to "
-                f"max_position_embeddings - 1 = {config.max_position_embeddings - 1}"
-            )
-
-
-def check_outputs(config: MDLMConfig, output_hidden_states: bool, output_attentions: bool) -> None:
-    """Refuse to return what an attention implementation does not have. Raises ValueError."""
-    if output_attentions and config._attn_implementation != "eager":
-        raise ValueError(
-            f"{config._attn_implementation} does not return attention weights; load the model with "
-            "attn_implementation='eager'"
-        )
-    if output_hidden_states and is_flash_attention_requested(config):
-        raise ValueError(
-            f"hidden states are not returned under {config._attn_implementation}, which runs without padding; load the "
-            "model with attn_implementation='sdpa'"
-        )
-
-
-def check_feed(config: MDLMConfig, position_ids: Tensor | None) -> None:
-    """Refuse to feed some positions of a row (`kv`) where that is not possible.
-
-    With `kv`, `input_ids [batch, fed]` are tokens of one document per row, `position_ids` their positions in it,
-    ascending, and `attention_mask` is False where a row feeds fewer than others. Raises ValueError without
-    `position_ids`, while gradients are recorded, and as `check_kv`.
-    """
-    if position_ids is None:
-        raise ValueError("kv needs position_ids: which positions of their rows the tokens stand at")
-    if torch.is_grad_enabled():
-        raise ValueError("stored keys and values carry no gradient; call the model under torch.no_grad()")
-    check_kv(config)
-
-
-def check_kv(config: MDLMConfig) -> None:
-    """Raises ValueError for attention implementations that cannot attend to stored keys and values."""
-    if is_flash_attention_requested(config) or config._attn_implementation == "flex_attention":
-        raise ValueError(
-            f"{config._attn_implementation} cannot attend to stored keys and values; load the model with "
-            "attn_implementation='sdpa' or 'eager', or sample without a cache"
-        )

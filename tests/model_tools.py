@@ -63,6 +63,7 @@ def expected_logits(model: MDLMForMaskedLM, layout: str) -> Tensor:
         config.rms_norm_eps,
         config.block_size,
         config.shift_logits,
+        config.norm_placement,
     )
     ids = batch(layout)[0]["input_ids"].tolist()
     rows = [ref.logits(weights, shape, tokens, *row) for tokens, row in zip(ids, ref.LAYOUTS[layout].rows())]

@@ -26,6 +26,7 @@ class Shape:
     eps: float = 1e-6
     block_size: int | None = None
     shift: bool = False
+    placement: str = "pre"
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -64,14 +65,14 @@ def logits(
             for k, v in weights.items()
             if k.startswith(f"model.layers.{layer}.")
         }
-        normed = {i: rms_norm(stream[i], w["input_layernorm.weight"], shape.eps) for i in real}
-        attended = _attention(w, shape, normed, positions, documents, real)
-        stream = {i: stream[i] + attended[i] for i in real}
-        for i in real:
-            x = rms_norm(stream[i], w["post_attention_layernorm.weight"], shape.eps)
-            hidden = silu(w["mlp.gate_proj.weight"] @ x) * (w["mlp.up_proj.weight"] @ x)
-            stream[i] = stream[i] + w["mlp.down_proj.weight"] @ hidden
-    final = {i: rms_norm(stream[i], weights["model.norm.weight"], shape.eps) for i in real}
+        given = stream
+        if "input_layernorm.weight" in w:
+            given = {i: rms_norm(stream[i], w["input_layernorm.weight"], shape.eps) for i in real}
+        attended = _attention(w, shape, given, positions, documents, real)
+        stream = {i: _sums(w, shape, stream[i], attended[i]) for i in real}
+    final = stream
+    if "model.norm.weight" in weights:
+        final = {i: rms_norm(stream[i], weights["model.norm.weight"], shape.eps) for i in real}
     head = weights["lm_head.weight"]
     out = np.full((len(tokens), head.shape[0]), np.nan)
     for i in real:
@@ -80,6 +81,47 @@ def logits(
             source = max((j for j in real if j < i and documents[j] == documents[i]), default=i)
         out[i] = head @ final[source]
     return out
+
+
+def _linear(w: dict[str, Array], name: str, x: Array, eps: float) -> Array:
+    """Matrix and bias; with SDD alpha * y / RMS(y) (2502.15499)."""
+    y = w[f"{name}_proj.weight"] @ x + w.get(f"{name}_proj.bias", np.float64(0))
+    alpha = w.get(f"{name}_scale.weight")
+    return y if alpha is None else alpha * y / np.sqrt((y * y).mean() + eps)
+
+
+def _mlp(w: dict[str, Array], x: Array, eps: float) -> Array:
+    hidden = silu(_linear(w, "mlp.gate", x, eps)) * _linear(w, "mlp.up", x, eps)
+    return _linear(w, "mlp.down", hidden, eps)
+
+
+def _sums(w: dict[str, Array], shape: Shape, h: Array, attended: Array) -> Array:
+    """The layer's output at one token from its input `h` and the attention's answer; see `layers.MDLMLayer`."""
+
+    def n(name: str, x: Array) -> Array:
+        return rms_norm(x, w[f"{name}_layernorm.weight"], shape.eps)
+
+    def mlp(x: Array) -> Array:
+        return _mlp(w, x, shape.eps)
+
+    if shape.placement == "pre":
+        a = h + attended
+        return a + mlp(n("post_attention", a))
+    if shape.placement == "peri":
+        a = h + n("attention", attended)
+        return a + n("mlp", mlp(n("post_attention", a)))
+    if shape.placement == "post":
+        a = n("post_attention", h + attended)
+        return n("output", a + mlp(a))
+    if shape.placement == "span":
+        return n("output", h + mlp(n("post_attention", h + attended)))
+    if shape.placement == "hybrid":
+        a = n("post_attention", h + attended)
+        return a + mlp(a)
+    assert shape.placement == "deepnorm"
+    c = (2.0 * shape.layers) ** 0.25
+    a = n("post_attention", c * h + attended)
+    return n("output", c * a + mlp(a))
 
 
 def _attention(
@@ -91,7 +133,7 @@ def _attention(
     real: list[int],
 ) -> dict[int, Array]:
     def project(name: str, i: int) -> Array:
-        y = w[f"self_attn.{name}_proj.weight"] @ x[i] + w.get(f"self_attn.{name}_proj.bias", np.float64(0))
+        y = _linear(w, f"self_attn.{name}", x[i], shape.eps)
         heads = y.reshape(shape.heads if name == "q" else shape.kv_heads, -1)
         norm = w.get(f"self_attn.{name}_norm.weight")
         if norm is not None:
@@ -110,7 +152,7 @@ def _attention(
             scores = np.array([q[i][head] @ k[j][shared] for j in keys]) / np.sqrt(len(q[i][head]))
             p = np.exp(scores - scores.max())
             per_head.append(sum(a * v[j][shared] for a, j in zip(p / p.sum(), keys)))
-        out[i] = w["self_attn.o_proj.weight"] @ np.concatenate(per_head)
+        out[i] = _linear(w, "self_attn.o", np.concatenate(per_head), shape.eps)
     return out
 
 

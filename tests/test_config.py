@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "key heads that do not divide": ({"num_attention_heads": 4, "num_key_value_heads": 3}, "does not divide"),
     "odd heads": ({"head_dim": 5}, "head_dim=5 is odd"),
     "more tokens than rows": ({"vocab_size": 64, "num_tokens": 65}, "num_tokens=65 ids do not fit.*64 rows"),
-    "norm placement": ({"norm_placement": "sandwitch"}, "norm_placement='sandwitch' is unknown; allowed: pre"),
+    "norm placement": ({"norm_placement": "sandwitch"}, "norm_placement='sandwitch' is unknown; allowed: pre, post"),
     "rope type": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "'dynamic' is unknown; allowed: default",

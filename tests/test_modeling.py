@@ -29,6 +29,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks": {"block_size": 3},
     "shifted": {"shift_logits": True},
     "shifted blocks": {"shift_logits": True, "block_size": 2},
+    "post": {"norm_placement": "post"},
+    "peri": {"norm_placement": "peri"},
+    "span": {"norm_placement": "span"},
+    "hybrid": {"norm_placement": "hybrid"},
+    "deepnorm": {"norm_placement": "deepnorm"},
+    "decoupled": {"linear": "sdd", "qk_norm": True},
+    "span, decoupled": {"norm_placement": "span", "linear": "sdd"},
 }
 
 

@@ -58,7 +58,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     """Added to the mean square inside every RMSNorm."""
     norm_placement: str = "pre"
-    """Where the normalisation of a residual branch sits."""
+    """Where norms and residual sums sit: pre, post, peri (sandwich), span, hybrid or deepnorm."""
+    linear: str = "dense"
+    """Projections of the blocks: dense, or sdd (their output normalised and scaled)."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     tie_word_embeddings: bool = True
