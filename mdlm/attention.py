@@ -6,6 +6,11 @@ key's. Padding sees padding only, so no row of attention is ever empty and none 
 implementations a user registers get this as a boolean mask, `flex_attention` as a `BlockMask`, flash attention as
 cumulative lengths over one row of real tokens (Dao, 2307.08691). With no padding, packing or blocks there is no mask.
 
+Block diffusion trains on a row twice as long, [x_t ; x_0] (BD3-LM, 2503.09573, section 3 and appendix B.6): noised
+tokens, then the same tokens clean. Its mask has three parts. A noised token sees its own block of x_t (block-diagonal)
+and the blocks of x_0 before its own (offset block-causal), a clean one the blocks of x_0 up to its own (block-causal);
+x_0 never sees x_t. So one forward predicts every block as if it had been fed alone behind its clean past.
+
 Whether there is one is decided by which arguments are None, never by their values: a branch on values would force the
 device to synchronise, and break the graph under `torch.compile`. Read next: `modeling.py`.
 """
@@ -70,7 +75,10 @@ def visible(
     documents: Int[Tensor, "batch seq"] | None,
     block_size: int | None,
 ) -> Bool[Tensor, "rows 1 seq seq"] | None:
-    """True where a query (third axis) may attend to a key (last axis), the same for all heads. None: everywhere."""
+    """True where a query (third axis) may attend to a key (last axis), the same for all heads. None: everywhere.
+
+    `visible_twice` is the mask of [x_t ; x_0].
+    """
     mask = None
     if documents is not None:
         mask = documents[:, :, None] == documents[:, None, :]
@@ -81,26 +89,53 @@ def visible(
     return None if mask is None else mask[:, None]
 
 
+def visible_twice(
+    positions: Int[Tensor, "rows seq"], documents: Int[Tensor, "batch seq"] | None, block_size: int
+) -> Bool[Tensor, "rows 1 both both"]:
+    """`visible` for [x_t ; x_0], both = 2 seq: x_t and x_0 share positions and documents, which are given once."""
+    blocks = positions // block_size
+    same, before = blocks[:, :, None] == blocks[:, None, :], blocks[:, :, None] > blocks[:, None, :]
+    if documents is not None:
+        together = documents[:, :, None] == documents[:, None, :]
+        same, before = same & together, before & together
+    noised = torch.cat([same, before], dim=-1)
+    clean = torch.cat([torch.zeros_like(same), same | before], dim=-1)
+    return torch.cat([noised, clean], dim=1)[:, None]
+
+
 def flex_block_mask(
     positions: Int[Tensor, "batch seq"],
     documents: Int[Tensor, "batch seq"] | None,
     block_size: int | None,
+    twice: bool = False,
 ) -> BlockMask | None:
-    """The rule of `visible` as a `BlockMask` for `flex_attention`, which skips the tiles it leaves empty."""
+    """The rule of `visible` as a `BlockMask` for `flex_attention`, which skips the tiles it leaves empty.
+
+    With `twice` that of `visible_twice`, and the mask is twice as long as `positions`.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     if documents is None and block_size is None:
         return None
     document = torch.zeros_like(positions) if documents is None else documents
     block = torch.zeros_like(positions) if block_size is None else positions // block_size
+    batch, seq = document.shape
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (document[row, query] == document[row, key]) & (block[row, query] >= block[row, key])
 
-    batch, seq = document.shape
+    def sees_twice(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        noised, from_noised = query < seq, key < seq
+        query, key = query % seq, key % seq
+        same, before = block[row, query] == block[row, key], block[row, query] > block[row, key]
+        by_blocks = torch.where(noised, torch.where(from_noised, same, before), ~from_noised & (same | before))
+        return (document[row, query] == document[row, key]) & by_blocks
+
+    length = 2 * seq if twice else seq
     # compiled, the mask is built tile by tile; otherwise all seq x seq values exist at once
     compiled = positions.device.type != "cpu" and not torch.compiler.is_compiling()
-    return create_block_mask(sees, batch, None, seq, seq, device=positions.device, _compile=compiled)
+    rule = sees_twice if twice else sees
+    return create_block_mask(rule, batch, None, length, length, device=positions.device, _compile=compiled)
 
 
 def flash_plan(documents: Int[Tensor, "batch seq"]) -> FlashPlan:
@@ -138,6 +173,19 @@ def previous_in_document(
     before = nn.functional.pad(last_real[:, :-1], (1, 0), value=-1)
     same = real & (before >= 0) & (documents.gather(1, before.clamp(min=0)) == documents)
     return torch.where(same, before, index)
+
+
+def prediction_source(
+    previous: Int[Tensor, "rows seq"], positions: Int[Tensor, "rows seq"], block_size: int
+) -> Int[Tensor, "rows seq"]:
+    """Where in [x_t ; x_0] a model with shifted logits keeps its prediction of each token; from `previous_in_document`.
+
+    That is the noised token before it, or the clean one if the token is the first of its block: what a sampler finds
+    there once the block before is finished.
+    """
+    seq = previous.shape[1]
+    blocks = (positions // block_size).expand(previous.shape[0], seq)
+    return torch.where(blocks.gather(1, previous) == blocks, previous, previous + seq)
 
 
 def eager_attention(

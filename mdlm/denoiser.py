@@ -18,8 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mdlm.attention_rows import attention_rows, layer_count, noted_heads
+from mdlm.checks import check_kv
 from mdlm.keyvalues import KeyValues
-from mdlm.modeling import MDLMForMaskedLM, check_kv
+from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import subs_log_probs
 from mdlm.shadow import check_shadows, shadow_logits
 
