@@ -19,6 +19,7 @@ from mdlm.adapter import AdapterConfig
 from mdlm.data import DataConfig
 from mdlm.objective import ObjectiveConfig
 from mdlm.tokenization import TokenizerConfig
+from mdlm.training.drift import DriftConfig
 from mdlm.training.lr import LRSchedule
 from mdlm.training.optim import OptimConfig
 
@@ -224,6 +225,7 @@ class TrainConfig:
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the flags that do not go together."""

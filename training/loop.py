@@ -150,6 +150,8 @@ def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Pat
         if run.step % every.train.log_every == 0 or last:
             metrics.log("train", run.step, rates.summary(run))
         check_divergence(run)
+        if run.drift is not None and run.step % every.drift.every == 0:
+            metrics.log("drift", run.step, run.drift.measure(run.step))
         if (every.checkpoint.every and run.step % every.checkpoint.every == 0) or last or result.stop:
             saved = save(run)
         if result.stop:

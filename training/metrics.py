@@ -1,8 +1,8 @@
 """Where the numbers of a run go: `metrics.jsonl` always, a tracker if asked for, a progress bar or lines for the eye.
 
-Each line of `metrics.jsonl` is one JSON object with `kind` ("start", "train", "validation", "preview", "event") and
-`step`, the number of optimizer steps made. Units: losses in nats per token, `tokens_per_second` over all processes,
-`mfu` as a fraction of the matmul peak measured at the start. Read next: `loop.py`.
+Each line of `metrics.jsonl` is one JSON object with `kind` ("start", "train", "validation", "preview", "drift",
+"event") and `step`, the number of optimizer steps made. Units: losses in nats per token, `tokens_per_second` over all
+processes, `mfu` as a fraction of the matmul peak measured at the start. Read next: `loop.py`.
 """
 
 from __future__ import annotations

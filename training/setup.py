@@ -39,6 +39,7 @@ from mdlm.tokenization import (
 )
 from mdlm.training import zero
 from mdlm.training.config import TrainConfig
+from mdlm.training.drift import SpectralDrift
 from mdlm.training.ema import EMA
 from mdlm.training.metrics import check_tracker
 from mdlm.training.optim import build_optimizer
@@ -84,6 +85,7 @@ class Run:
     position: dict[str, Any] | None = None
     """Where the stream of the checkpoint stood; None: at the beginning."""
     resumed_from: Path | None = None
+    drift: SpectralDrift | None = None
     parts: list[StatePart] = field(default_factory=list)
     """Saved and loaded with the run, by every process."""
     unlogged: list[Tensor] = field(default_factory=list)
@@ -357,4 +359,7 @@ def set_up(config: TrainConfig) -> Run:
     )
     if run.uses_deepspeed:
         run.parts.append(zero.ZeroState(model))
+    if config.drift.every:
+        run.drift = SpectralDrift(core, config.drift, accelerator.is_main_process)
+        run.parts.append(run.drift)
     return run

@@ -27,6 +27,7 @@ def configure(config: TrainConfig, accelerator: Accelerator) -> None:
         "--train.ema": (config.train.ema is not None, "ZeRO keeps the float32 weights in pieces of its own"),
         "--train.compile": (config.train.compile, "ZeRO's hooks sit inside the compiled code"),
         "--train.max_seconds": (config.train.max_seconds is not None, "the probe's steps could not be undone"),
+        "--drift.every": (bool(config.drift.every), "ZeRO holds matrices in pieces of its own"),
     }
     for flag, (given, reason) in refused.items():
         if given:
