@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := mdlm/*.py samplers training eval tests
 
-.PHONY: help install demo test test-slow lint format clean
+.PHONY: help install demo browser test test-slow lint format clean
 
 help:
 	@echo "make demo       install, train on the built-in corpus, save, evaluate, generate, show the text unmasking (about 6 minutes)"
-	@echo "make test       install, run the test suite"
+	@echo "make test       install (Chromium as well where apt-get can), run the test suite"
 	@echo "make test-slow  the extras behind the marker 'slow'"
 	@echo "make lint       install, ruff and mypy"
 	@echo "make clean      remove .venv and the demo's output"
@@ -27,7 +27,15 @@ demo: $(STAMP)
 	@echo "== demo: train, save, evaluate, generate"
 	$(BIN)/mdlm demo
 
-test: $(STAMP)
+# Chromium for the tests of pages, from Debian; without it, or without the right to install, those tests are skipped.
+browser:
+	@command -v chromium chromium-browser google-chrome google-chrome-stable > /dev/null || { \
+	  echo "== installing chromium"; \
+	  { apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
+	    { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }; } > /dev/null 2>&1 || \
+	  echo "chromium cannot be installed here: tests marked 'browser' will be skipped"; }
+
+test: $(STAMP) browser
 	@echo "== tests, two at a time"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 

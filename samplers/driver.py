@@ -62,6 +62,11 @@ class Frame:
     tokens_fed: Int64[Tensor, " batch"]
     ends: Int64[Tensor, " batch"]
     """Length of each row: of the canvas, or where it ended early."""
+    top_tokens: Int64[Tensor, "batch seq top"]
+    """The likeliest tokens where `step_map` was written, likeliest first; -1 elsewhere. `top` is what the run was asked
+    to keep, 0 by default."""
+    top_log_probs: Float[Tensor, "batch seq top"]
+    """Their log-probabilities in nats, untempered; NaN elsewhere."""
 
 
 _KEPT = ("tokens", "masked", "step_map", "log_probs", "nfe", "forwards", "tokens_fed")
@@ -75,7 +80,10 @@ class Run:
     and for a window that looks at predictions under a selector that does not.
     """
 
-    def __init__(self, denoiser: Denoiser, canvas: Canvas, strategy: Strategy, keys: Int64[Tensor, " batch"]) -> None:
+    def __init__(
+        self, denoiser: Denoiser, canvas: Canvas, strategy: Strategy, keys: Int64[Tensor, " batch"], top: int = 0
+    ) -> None:
+        """`top`: how many of the likeliest tokens to keep for each token written, for whoever watches."""
         canvas = canvas.to(denoiser.device)
         given = canvas.tokens[canvas.real & ~canvas.editable]
         if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < denoiser.num_tokens:
@@ -116,6 +124,9 @@ class Run:
         if strategy.constraint is not None:
             strategy.constraint.check(self.state, strategy)
         self.finish = ["length"] * rows
+        top = min(top, denoiser.num_tokens - 1)  # all but the mask id
+        self._top_tokens = torch.full((rows, seq, top), -1, device=denoiser.device)
+        self._top_log_probs = torch.full((rows, seq, top), torch.nan, dtype=torch.float64, device=denoiser.device)
         self._ends = canvas.lengths.clone()
         self._kept = {name: getattr(self.state, name).clone() for name in _KEPT}
         self._retire(~self.state.masked.any(dim=-1))
@@ -129,7 +140,14 @@ class Run:
         """The canvas as it is now."""
         self._store()
         kept = {name: value.clone() for name, value in self._kept.items()}
-        return Frame(step=self.state.step, ends=self._ends.clone(), **kept)
+        undecided = (kept["step_map"] < 0)[..., None]
+        return Frame(
+            step=self.state.step,
+            ends=self._ends.clone(),
+            top_tokens=self._top_tokens.masked_fill(undecided, -1),
+            top_log_probs=self._top_log_probs.masked_fill(undecided, torch.nan),
+            **kept,
+        )
 
     def advance(self) -> None:
         """One step of every unfinished row."""
@@ -138,6 +156,8 @@ class Run:
         commit = self._write(step, commit)
         if self.strategy.revise is not None:
             self._revise(step, commit)
+        if self._top_tokens.shape[-1]:
+            self._note(step)
         self.state.step += 1
         self.state.block_step += 1
         self._stop()
@@ -273,6 +293,16 @@ class Run:
             state.step_map = state.step_map.masked_fill(remask, -1)
             state.log_probs = state.log_probs.masked_fill(remask, torch.nan)
             state.edits += remask
+
+    def _note(self, step: Step) -> None:
+        """Keep the likeliest tokens where this step wrote."""
+        state = self.state
+        written = state.step_map == state.step
+        row, position = written.nonzero(as_tuple=True)
+        if len(row):
+            log_probs, tokens = step.log_probs[step.packed(written)].topk(self._top_tokens.shape[-1])
+            self._top_tokens[state.rows[row], position] = tokens
+            self._top_log_probs[state.rows[row], position] = log_probs.double()
 
     def _stop(self) -> None:
         """Retire the rows that are finished."""

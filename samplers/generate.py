@@ -50,13 +50,13 @@ class Plan:
     """Decode whole rows, not only what was written."""
     batch_size: int
 
-    def runs(self) -> Iterator[Run]:
-        """One run per batch of rows."""
+    def runs(self, top: int = 0) -> Iterator[Run]:
+        """One run per batch of rows; `top` as in `Run`."""
         for start in range(0, len(self.canvas), self.batch_size):
             rows = range(start, min(start + self.batch_size, len(self.canvas)))
             canvas = self.canvas[list(rows)]
             seed = self.seed if isinstance(self.seed, int) else self.seed[start : rows.stop]
-            yield Run(self.denoiser, canvas, self.strategy, row_keys(seed, len(rows), first_row=start))
+            yield Run(self.denoiser, canvas, self.strategy, row_keys(seed, len(rows), first_row=start), top)
 
 
 def generate(
@@ -173,13 +173,16 @@ def stream(
     guidance: float = 0.0,
     cache: CacheName | None = None,
     regex: str | None = None,
+    top: int = 0,
     **knobs: Any,
 ) -> Iterator[Frame]:
     """Watch it unmask: the canvas before the first step and after each one.
 
-    Arguments as in `generate`, whose result the last frame holds; all prompts are one batch. Wrong arguments raise
-    here, not at the first frame.
+    Arguments as in `generate`, whose result the last frame holds; all prompts are one batch. `top`: how many of the
+    likeliest tokens each frame keeps for every token written. Wrong arguments raise here, not at the first frame.
     """
+    if not isinstance(top, int) or isinstance(top, bool) or top < 0:
+        raise ValueError(f"top is {top!r}; it must be the number of likeliest tokens to keep, 0 or more")
     options = {
         "strategy": strategy,
         "max_new_tokens": max_new_tokens,
@@ -200,7 +203,7 @@ def stream(
         "batch_size": 1 << 30,
     }
     plan = _plan(model, tokenizer, prompt, knobs=knobs, **checked(_plan, options))
-    return _frames(next(plan.runs()))
+    return _frames(next(plan.runs(top)))
 
 
 def _frames(run: Run) -> Iterator[Frame]:
