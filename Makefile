@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := mdlm/*.py samplers training eval tests
+SOURCES := mdlm/*.py samplers training eval benchmarks tests
 
 .PHONY: help install demo browser test test-slow lint format clean
 
@@ -29,11 +29,12 @@ demo: $(STAMP)
 
 # Chromium for the tests of pages, from Debian; without it, or without the right to install, those tests are skipped.
 browser:
-	@command -v chromium chromium-browser google-chrome google-chrome-stable > /dev/null || { \
-	  echo "== installing chromium"; \
-	  { apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
-	    { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }; } > /dev/null 2>&1 || \
-	  echo "chromium cannot be installed here: tests marked 'browser' will be skipped"; }
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  command -v $$name > /dev/null && exit 0; done; \
+	echo "== installing chromium"; \
+	{ apt-get install -y --no-install-recommends chromium fonts-dejavu-core || \
+	  { apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }; } > /dev/null 2>&1 || \
+	echo "chromium cannot be installed here: tests marked 'browser' will be skipped"
 
 test: $(STAMP) browser
 	@echo "== tests, two at a time"
