@@ -78,9 +78,16 @@ def mask_tokens(
         # Given that no draw fell below p, the smallest one is still at a uniformly distributed position.
         forced = torch.zeros_like(masked).scatter_(1, u.argmin(dim=1, keepdim=True), True)
         masked = masked | (forced & maskable & ~masked.any(dim=1, keepdim=True))
-        expected = count * p
-        importance = torch.where(masked.sum(dim=1) == 1, expected / (expected + 1.0 - p), importance)
+        importance = lone_mask_importance(p, count, masked.sum(dim=1))
     return Corruption(input_ids.masked_fill(masked, mask_token_id), masked, importance)
+
+
+def lone_mask_importance(
+    mask_prob: Float64[Tensor, "batch"], maskable: Int[Tensor, "batch"], masked: Int[Tensor, "batch"]
+) -> Float64[Tensor, "batch"]:
+    """`Corruption.importance` of rows in which `masked` of `maskable` tokens are masked, at least one of them."""
+    expected = maskable * mask_prob
+    return torch.where(masked == 1, expected / (expected + 1.0 - mask_prob), 1.0)
 
 
 def mask_count(

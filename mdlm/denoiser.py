@@ -21,8 +21,9 @@ from mdlm.attention_rows import attention_rows, layer_count, noted_heads
 from mdlm.checks import check_kv
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM
-from mdlm.objective import subs_log_probs
+from mdlm.passes import row_blocks
 from mdlm.shadow import check_shadows, shadow_logits
+from mdlm.subs import subs_log_probs
 
 MaskStyle = Literal["2d", "4d", "none"]
 MASK_STYLES = ("2d", "4d", "none")
@@ -98,15 +99,29 @@ def emit_log_probs(
 ) -> Float[Tensor, "*axes tokens"]:
     """`subs_log_probs` for any logits: infinite ones are limits (several +inf share the mass), the rest raises.
 
-    With `overwrite` the logits are the caller's to lose: banning the mask id in place saves a copy of them. Raises
-    ValueError for NaN and for a position where nothing but the mask id is above -inf.
+    With `overwrite` the logits are the caller's to lose: the answer takes their place where it fits, block by block
+    (`passes.py`). Raises ValueError for NaN and for a position where nothing but the mask id is above -inf.
     """
-    if overwrite:
-        logits[..., mask_token_id] = -torch.inf
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        log_probs = logits[..., :num_tokens].to(wide).log_softmax(dim=-1)
-    else:
-        log_probs = subs_log_probs(logits, mask_token_id, num_tokens)
+    if not overwrite:
+        return _with_limits(subs_log_probs(logits, mask_token_id, num_tokens), logits, mask_token_id, num_tokens)
+    logits[..., mask_token_id] = -torch.inf
+    rows, wide = logits.flatten(0, -2), torch.promote_types(logits.dtype, torch.float32)
+    fits = wide == logits.dtype and num_tokens == logits.shape[-1]
+    out = rows if fits else rows.new_empty((len(rows), num_tokens), dtype=wide)
+    blocks = list(row_blocks(rows, len(rows)))
+    for block in blocks:
+        log_probs = rows[block, :num_tokens].to(wide).log_softmax(dim=-1)
+        log_probs = _with_limits(log_probs, rows[block], mask_token_id, num_tokens)
+        if len(blocks) == 1:
+            return log_probs.view(*logits.shape[:-1], num_tokens)
+        out[block] = log_probs
+    return out.view(*logits.shape[:-1], num_tokens)
+
+
+def _with_limits(
+    log_probs: Float[Tensor, "*axes tokens"], logits: Float[Tensor, "*axes vocab"], mask_token_id: int, num_tokens: int
+) -> Float[Tensor, "*axes tokens"]:
+    """The log-softmax of logits, where infinite ones broke it, mended; see `emit_log_probs`."""
     broken = log_probs[..., 1 if mask_token_id == 0 else 0].isnan()
     if not bool(broken.any()):
         return log_probs

@@ -223,7 +223,7 @@ class MDLMModel(MDLMPreTrainedModel):
 
 
 class MDLMForMaskedLM(MDLMPreTrainedModel):
-    """The denoiser network: the backbone and a linear head. Logits are raw; `objective.subs_log_probs` makes them the
+    """The denoiser network: the backbone and a linear head. Logits are raw; `subs.subs_log_probs` makes them the
     distribution of the SUBS parameterisation."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - the form `transformers` reads

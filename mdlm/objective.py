@@ -1,4 +1,4 @@
-"""The training loss: NELBO of masked diffusion (MDLM), the 1/t loss (LLaDA), the unweighted loss, and their reductions.
+"""The training loss: NELBO of masked diffusion (MDLM) and of block diffusion (BD3-LM), other weights, reductions.
 
 For a row x of n maskable tokens, a time t and a set M of masked positions drawn from the forward process,
 
@@ -8,11 +8,14 @@ where p has no mass on the mask id and visible tokens are carried over (SUBS, MD
 estimate of the NELBO of x in nats (MDLM eq. 10; LLaDA eq. 3 is the same thing with t as the mask probability).
 `importance` pays for the at-least-one-mask rule (`corrupt.py`).
 
+A model with blocks (`config.block_size`) is trained by block diffusion: the same with x a block, each with a time of
+its own, and p under the clean blocks before it (`block.py`), all blocks of a row in one forward over [x_t ; x_0].
+
 Losses of public code bases are not comparable because their normalisers differ. Here a model with uniform logits over V
 tokens has loss log V in expectation under every option, and the loss of a global batch does not depend on how it is
 split: each micro-batch adds a `numerator` and a `denominator`, and whoever trains sums the denominators over
 micro-batches and processes before dividing. Dividing a 1/t-weighted sum by the number of *masked* tokens, as some
-public code does, is not among the options. Read next: `eval/likelihood.py`, the same quantity measured.
+public code does, is not among the options. Read next: `block.py`; then `eval/likelihood.py`, the quantity measured.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Float32, Float64, Int
+from jaxtyping import Bool, Float32, Float64, Int
 from torch import Tensor
 
-from mdlm.corrupt import mask_count, mask_tokens
+from mdlm.block import units_of
+from mdlm.corrupt import lone_mask_importance, mask_count, mask_tokens
 from mdlm.modeling import head_rows
 from mdlm.schedule import (
     TIME_SAMPLING,
@@ -36,7 +40,8 @@ from mdlm.schedule import (
     nelbo_weight,
     unknown_name,
 )
-from mdlm.weights import cart_weights, complementary_weights
+from mdlm.subs import subs_nll
+from mdlm.weights import cart_weights, clipped_weights, complementary_weights
 
 if TYPE_CHECKING:
     from mdlm.data import Batch
@@ -44,97 +49,13 @@ if TYPE_CHECKING:
 Masking = Literal["independent", "count"]
 Weighting = Literal["nelbo", "llada", "cart", "none"]
 Reduction = Literal["token_mean", "sequence_mean"]
+BlockClip = Literal["off", "paper", "exact"]
 Normaliser = Literal["maskable", "masked", "rows", "weight"]
 
 MASKINGS = ("independent", "count")
 WEIGHTINGS = ("nelbo", "llada", "cart", "none")
 REDUCTIONS = ("token_mean", "sequence_mean")
-_CHUNK_ELEMENTS = {"cpu": 2**18}  # one megabyte of float32 stays in a core's cache
-_CHUNK_ELEMENTS_ELSEWHERE = 2**26
-
-
-def _compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def subs_log_probs(
-    logits: Float[Tensor, "*axes vocab"], mask_token_id: int, num_tokens: int
-) -> Float[Tensor, "*axes tokens"]:
-    """Log-probabilities of the tokens that may be emitted (SUBS, MDLM section 3.2.3), shape [..., num_tokens].
-
-    The column of the mask id is -inf, the padding rows of the vocabulary (ids >= num_tokens) are cut off, the rest is
-    normalised in float32 (float64 logits: float64). A NaN in an allowed column makes its whole row NaN.
-    """
-    allowed = logits[..., :num_tokens].to(_compute_dtype(logits))
-    column = torch.tensor(mask_token_id, device=logits.device)
-    return allowed.index_fill(-1, column, -torch.inf).log_softmax(dim=-1)
-
-
-class _SubsNll(torch.autograd.Function):
-    """-log p of the targets under SUBS, a few rows at a time.
-
-    Beside the logits only the gradient is ever as large as [rows, vocab], and with `reuse` it takes their place: no
-    float32 copy of bf16 logits, no stored log-softmax, no dense one-hot gradient. The plain definition is
-    `subs_log_probs(...).gather(...)`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, mask_token_id: int, num_tokens: int, reuse: bool) -> Tensor:
-        dtype = _compute_dtype(logits)
-        normaliser = logits.new_empty(logits.shape[0], dtype=dtype)
-        for rows in _chunks(logits):
-            x = _allowed(logits[rows], dtype, mask_token_id, num_tokens, -torch.inf)
-            largest = x.amax(dim=1, keepdim=True)
-            normaliser[rows] = x.sub_(largest).exp_().sum(dim=1).log_().add_(largest[:, 0])
-        nll = normaliser - logits.gather(1, targets[:, None]).squeeze(1).to(dtype)
-        ctx.save_for_backward(logits, targets, normaliser)
-        ctx.mask_token_id, ctx.num_tokens, ctx.reuse = mask_token_id, num_tokens, reuse
-        return nll.masked_fill((targets == mask_token_id) | (targets >= num_tokens), torch.inf)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, targets, normaliser = ctx.saved_tensors
-        grad_logits = logits if ctx.reuse else torch.empty_like(logits)
-        for rows in _chunks(logits):
-            x = _allowed(logits[rows], normaliser.dtype, ctx.mask_token_id, ctx.num_tokens, -torch.inf)
-            x = x.sub_(normaliser[rows, None]).exp_().mul_(grad[rows, None])
-            x.scatter_add_(1, targets[rows, None], -grad[rows, None])
-            x[:, ctx.mask_token_id] = 0.0
-            x[:, ctx.num_tokens :] = 0.0
-            grad_logits[rows] = x.to(logits.dtype)
-        return grad_logits, None, None, None, None
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    count, vocab = logits.shape
-    size = max(1, _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // vocab)
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _allowed(logits: Tensor, dtype: torch.dtype, mask_token_id: int, num_tokens: int, fill: float) -> Tensor:
-    """A fresh copy with every column that may not be emitted set to `fill`."""
-    x = logits.to(dtype, copy=True)
-    x[:, mask_token_id] = fill
-    x[:, num_tokens:] = fill
-    return x
-
-
-def subs_nll(
-    logits: Float[Tensor, "rows vocab"],
-    targets: Int[Tensor, "rows"],
-    mask_token_id: int,
-    num_tokens: int,
-    reuse: bool = False,
-) -> Float[Tensor, "rows"]:
-    """Negative log-likelihood in nats of each row's target under `subs_log_probs`, differentiable once.
-
-    float32 or better. A target that may not be emitted costs +inf; NaN in an allowed column gives NaN. With `reuse` the
-    backward writes the gradient over the logits, for a caller that does not look at them again (the largest tensor of a
-    training step is then there once); a second backward raises.
-    """
-    nll: Tensor = _SubsNll.apply(logits, targets, mask_token_id, num_tokens, reuse)
-    return nll
+BLOCK_CLIPS = ("off", "paper", "exact")
 
 
 def _filled(masked: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
@@ -159,7 +80,8 @@ class NoisedBatch:
     attention_mask: Bool[Tensor, "batch seq"] | None
     position_ids: Int[Tensor, "batch seq"] | None
     rows: Int[Tensor, "batch"]
-    times: Float64[Tensor, "batch"]
+    times: Float64[Tensor, "units"]
+    """Of each row; in block diffusion of each block (`block.units_of`)."""
     maskable_count: Int[Tensor, "batch"]
     normaliser: Normaliser
     """What `Objective.denominator` counts: maskable tokens, masked tokens, rows with any maskable token, or weights."""
@@ -205,6 +127,13 @@ class ObjectiveConfig:
     """Times are drawn from (eps, t_max]; the weight makes up for the rest: uniform logits cost log V exactly."""
     t_max: float = 1.0
     """Below 1 the noise range is clipped from above, as eps does from below (BD3-LM, arXiv 2503.09573)."""
+    search_range: bool = False
+    """Search the range (eps, t_max] anew at every validation: the one of BD3-LM's grid inside the range given here
+    under which the loss varies least on the validation text (`mdlm/noise_range.py`)."""
+    block_clip: BlockClip = "off"
+    """Block diffusion: mask each token of a block of B with probability max(t, 1 / B), so that fewer blocks need a
+    forced mask (Stable-DiffCoder, arXiv 2601.15892). `paper`: weight 1 / max(t, 1/B), at most B, as published, which
+    overweighs blocks with one mask; `exact`: the weight that makes the loss the NELBO (`weights.clipped_weights`)."""
     masking: Masking = "independent"
     """`independent`: every token for itself, as the process says; `count`: the number of masked tokens follows from the
     time, and only which ones is random. The same loss in expectation, with less variance."""
@@ -254,6 +183,22 @@ class ObjectiveConfig:
                 f"bound) and no corruption warm-up (whose complements mask most tokens); got masking {self.masking!r}, "
                 f"warmup_steps {self.warmup_steps}"
             )
+        if self.block_clip not in BLOCK_CLIPS:
+            raise unknown_name("block_clip", self.block_clip, BLOCK_CLIPS)
+        plain = self.masking == "independent" and not self.complementary and self.block_clip == "off"
+        if self.search_range and not (plain and self.weighting in ("nelbo", "llada")):
+            raise ValueError(
+                "search_range compares noise ranges by the variance of the NELBO's estimate under independent masks: "
+                "it needs masking 'independent' (under 'count' a range leaves counts of masks out for good), weighting "
+                f"'nelbo' or 'llada', block_clip 'off'; got {self.masking!r}, {self.weighting!r}, {self.block_clip!r}"
+            )
+        if self.block_clip != "off" and not (
+            self.masking == "independent" and self.weighting == "nelbo" and self.schedule == "linear"
+        ):
+            raise ValueError(
+                "block_clip has its own noise and weight: it needs masking 'independent', weighting 'nelbo' and "
+                f"schedule 'linear'; got {self.masking!r}, {self.weighting!r}, {self.schedule!r}"
+            )
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
         if not 0.0 < self.warmup_start <= 1.0:
@@ -267,11 +212,18 @@ class ObjectiveConfig:
         """The schedule these options name."""
         return make_schedule(self.schedule, self.schedule_power)
 
-    def build(self, *, global_batch: int, seed: int, mask_token_id: int, num_tokens: int) -> Objective:
-        """The objective of one run."""
+    def build(
+        self, *, global_batch: int, seed: int, mask_token_id: int, num_tokens: int, block_size: int | None = None
+    ) -> Objective:
+        """The objective of one run; `block_size` is the model's."""
         options = {field.name: self.__dict__[field.name] for field in fields(ObjectiveConfig)}
         return Objective(
-            **options, global_batch=global_batch, seed=seed, mask_token_id=mask_token_id, num_tokens=num_tokens
+            **options,
+            global_batch=global_batch,
+            seed=seed,
+            mask_token_id=mask_token_id,
+            num_tokens=num_tokens,
+            block_size=block_size,
         )
 
 
@@ -285,6 +237,8 @@ class Objective(ObjectiveConfig):
     mask_token_id: int
     num_tokens: int
     """Ids >= num_tokens are padding rows of the vocabulary and can never be emitted."""
+    block_size: int | None = None
+    """None: each row is noised and predicted as a whole. Else block diffusion, for a model with this `block_size`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,6 +246,16 @@ class Objective(ObjectiveConfig):
             raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
         if not 0 <= self.mask_token_id < self.num_tokens:
             raise ValueError(f"the mask id must be one of the {self.num_tokens} tokens, got {self.mask_token_id}")
+        if self.block_size is None and self.block_clip != "off":
+            raise ValueError(
+                f"block_clip {self.block_clip!r} is noise of block diffusion, but the model has no blocks; set its "
+                "block_size, or block_clip 'off'"
+            )
+        if self.block_size is not None and self.weighting == "cart":
+            raise ValueError(
+                "weighting 'cart' counts visible tokens on both sides of a masked one; a model with blocks "
+                f"(block_size={self.block_size}) does not see the right side: use 'nelbo', 'llada' or 'none'"
+            )
 
     def in_warmup(self, step: int) -> bool:
         """Whether `step` (0-based) still belongs to the corruption warm-up."""
@@ -303,6 +267,34 @@ class Objective(ObjectiveConfig):
             return self.t_max
         return self.warmup_start + (self.t_max - self.warmup_start) * step / self.warmup_steps
 
+    def mask_prob(self, t: Float64[Tensor, "units"]) -> Float64[Tensor, "units"]:
+        """The probability with which a token of a row or block with time t is masked."""
+        p = self.noise_schedule().mask_prob(t)
+        if self.block_clip == "off":
+            return p
+        assert self.block_size is not None, "checked above"
+        return p.clamp(min=1.0 / self.block_size)
+
+    def unit_weight(
+        self, t: Float64[Tensor, "units"], maskable: Int[Tensor, "units"], masked: Int[Tensor, "units"]
+    ) -> Float64[Tensor, "units"]:
+        """What the summed loss of a row or block weighs that has time t and `masked` of `maskable` tokens masked.
+
+        Of the NELBO (`nelbo`, `llada`) or the published one of `block_clip`; complementary masks have their own.
+        """
+        schedule = self.noise_schedule()
+        if self.masking == "count":
+            return exact_counts(schedule, t, maskable, self.eps, self.t_max)[1]
+        p = self.mask_prob(t)
+        if self.block_clip == "exact":
+            assert self.block_size is not None, "checked above"
+            width = min(self.block_size, int(maskable.amax())) if len(maskable) else 0
+            return clipped_weights(masked, maskable, width, 1.0 / self.block_size, self.eps, self.t_max)
+        if self.block_clip == "paper":
+            return 1.0 / p
+        time_weight = 1.0 / p if self.weighting == "llada" else nelbo_weight(schedule, t, self.eps, self.t_max)
+        return time_weight * lone_mask_importance(p, maskable, masked)
+
     def noise(self, batch: Batch, step: int) -> NoisedBatch:
         """The forward process applied to `batch`: a function of (seed, the batch's row numbers, step).
 
@@ -311,37 +303,40 @@ class Objective(ObjectiveConfig):
         """
         schedule, warmup = self.noise_schedule(), self.in_warmup(step)
         eps, t_max = 0.0 if warmup else self.eps, self.max_time(step)
-        t = draw_times(batch.rows, self.global_batch, self.seed, self.sampling, eps, t_max)
-        maskable_count = batch.maskable.sum(dim=1)
-        where = (batch.rows, self.seed, self.mask_token_id)
+        units = units_of(batch, self.block_size, self.global_batch)
+        t = draw_times(units.numbers, self.global_batch * units.per_row, self.seed, self.sampling, eps, t_max)
+        count = units.maskable.sum(dim=1)
+        where = (units.numbers, self.seed, self.mask_token_id)
         if self.masking == "count":
-            count, row_weight = exact_counts(schedule, t, maskable_count, eps, t_max)
-            corruption = mask_count(batch.input_ids, batch.maskable, count, *where)
-            masked = corruption.masked
+            size, _ = exact_counts(schedule, t, count, eps, t_max)
+            chosen = mask_count(units.input_ids, units.maskable, size, *where).masked
         else:
-            p = schedule.mask_prob(t)
-            corruption = mask_tokens(batch.input_ids, batch.maskable, p, *where)
-            masked = corruption.masked
-            time_weight = 1.0 / p if self.weighting == "llada" else nelbo_weight(schedule, t, eps, t_max)
-            row_weight = time_weight * corruption.importance
-        if self.complementary:
-            batch = _twice(batch)
-            masked = torch.cat([masked, batch.maskable[: len(t)] & ~masked])
-            t, maskable_count = t.repeat(2), maskable_count.repeat(2)
-            row_weight = complementary_weights(schedule, masked.sum(dim=1), maskable_count, eps, t_max)
+            p = schedule.mask_prob(t) if warmup else self.mask_prob(t)
+            chosen = mask_tokens(units.input_ids, units.maskable, p, *where).masked
+        if warmup:
+            unit_weight = torch.ones_like(t)
+        elif self.complementary:
+            chosen = torch.cat([chosen, units.maskable & ~chosen])
+            t, count = t.repeat(2), count.repeat(2)
+            unit_weight = complementary_weights(schedule, chosen.sum(dim=1), count, eps, t_max)
+        else:
+            unit_weight = self.unit_weight(t, count, chosen.sum(dim=1))
+        if self.weighting == "none":
+            unit_weight = torch.ones_like(t)
+        weight, masked = units.per_token(unit_weight[:, None] * chosen), units.per_token(chosen)
+        batch = _twice(batch) if self.complementary else batch
+        maskable_count = batch.maskable.sum(dim=1)
         normaliser: Normaliser = "maskable"
-        per_row = maskable_count
+        per_row = maskable_count.double()
         if warmup or self.weighting == "none":
-            row_weight, normaliser = torch.ones_like(t), "masked"
-            per_row = maskable_count / 2 if self.complementary else masked.sum(dim=1)  # a pair masks each token once
+            normaliser = "masked"
+            per_row = per_row / 2 if self.complementary else masked.sum(dim=1).double()  # a pair masks each token once
         if self.weighting == "cart" and not warmup:
             weight, normaliser = cart_weights(masked, batch.attention_mask, batch.position_ids, self.cart_p), "weight"
             if self.reduction == "sequence_mean":
                 weight = weight / weight.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-        else:
-            if self.reduction == "sequence_mean" and not warmup:
-                row_weight, normaliser = row_weight / per_row.clamp(min=0.5), "rows"
-            weight = row_weight[:, None] * masked
+        elif self.reduction == "sequence_mean" and not warmup:
+            weight, normaliser = weight / per_row[:, None].clamp(min=0.5), "rows"
         return NoisedBatch(
             input_ids=batch.input_ids.masked_fill(masked, self.mask_token_id),
             targets=batch.input_ids,
@@ -373,13 +368,16 @@ class Objective(ObjectiveConfig):
 
         `model(input_ids=, attention_mask=, position_ids=, logits_at=).logits` must be the raw logits
         [rows, vocab] of the positions asked for in row-major order. float32 or better, whatever their precision.
+        In block diffusion `clean_ids=` is passed as well.
         """
         at = _filled(noised.masked)
+        clean = {} if self.block_size is None else {"clean_ids": noised.targets}
         logits = model(
             input_ids=noised.input_ids,
             attention_mask=noised.attention_mask,
             position_ids=noised.position_ids,
             logits_at=at,
+            **clean,
         ).logits
         nll = subs_nll(logits, noised.targets[at], self.mask_token_id, self.num_tokens, reuse=True)
         nll = torch.where(noised.masked[at], nll, 0.0)

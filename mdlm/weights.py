@@ -1,6 +1,6 @@
-"""Weights of the loss beyond the NELBO's own: context-adaptive (CART) and those of complementary masks.
+"""Weights of the loss beyond the NELBO's own: context-adaptive (CART), of complementary masks, of clipped blocks.
 
-Read first: `objective.py`, which uses both.
+Read first: `objective.py`, which uses them.
 """
 
 from __future__ import annotations
@@ -84,3 +84,55 @@ def complementary_weights(
     reached = (high - low + 1.0) + (other_high - other_low + 1.0).clamp(min=0.0) - overlap.clamp(min=0.0)
     weight = 2.0 * n / (reached * c.clamp(min=1.0) * (chance(c) + chance(n - c)))
     return torch.where(c > 0, weight, 0.0)
+
+
+def clipped_weights(
+    count: Int64[Tensor, "units"],
+    maskable: Int[Tensor, "units"],
+    width: int,
+    floor: float,
+    eps: float,
+    t_max: float,
+) -> Float64[Tensor, "units"]:
+    """The NELBO's weight of a block with `count` of `maskable` tokens masked under block-clipped noise.
+
+    The noise (Stable-DiffCoder, arXiv 2601.15892): u = max(t, floor), t uniform in (eps, t_max]; each token masked with
+    probability u; one uniformly chosen token if none was. The published weight 1/u is not the importance of that law,
+    whose share of blocks with one mask is larger. This one is: the NELBO of n tokens weighs a set of k masked ones by
+    (k-1)! (n-k)! / n!, whatever the noise, and the law gives that set the probability
+
+        q(k) = E over u of u^k (1-u)^(n-k), and for k = 1 another E over u of (1-u)^n / n.
+
+    Their ratio makes the loss unbiased for the NELBO, the part of t that is left out included. In terms of binomial
+    probabilities C(n,k) q(k) is, for a = max(floor, eps) and the share s = (a - eps) / (t_max - eps) of t below it,
+
+        s P(Bin(n, a) = k) + (1 - s) (P(Bin(n+1, t_max) > k) - P(Bin(n+1, a) > k)) / ((n + 1) (t_max - a))
+
+    and for k = 1 in addition s (1-a)^n + (1 - s) ((1-a)^(n+1) - (1-t_max)^(n+1)) / ((n + 1) (t_max - a)).
+
+    `width`: the largest n. A count of 0 has weight 0.
+    """
+    a = max(floor, eps)
+    atom = min(1.0, (a - eps) / (t_max - eps))
+    n = torch.arange(width + 1, dtype=torch.float64)[:, None]
+    k = torch.arange(width + 1, dtype=torch.float64)[None]
+    chance = atom * _binomial(n, k, a)
+    chance[:, 1] += atom * (1.0 - a) ** n[:, 0]
+    if atom < 1.0:
+        spread = (n + 1.0) * (t_max - eps)  # (1 - s) / (t_max - a) = 1 / (t_max - eps)
+        chance += (_tail(n + 1.0, k, t_max) - _tail(n + 1.0, k, a)) / spread
+        chance[:, 1] += (((1.0 - a) ** (n + 1.0) - (1.0 - t_max) ** (n + 1.0)) / spread)[:, 0]
+    weight = torch.where((k > 0) & (k <= n), 1.0 / (k * chance), 0.0)
+    return weight.to(count.device)[maskable.long(), count.long()]
+
+
+def _binomial(n: Float64[Tensor, "n 1"], k: Float64[Tensor, "1 k"], p: float) -> Float64[Tensor, "n k"]:
+    """P(Bin(n, p) = k); 0 for k > n."""
+    rest = (n - k).clamp(min=0.0)
+    log_choose = torch.lgamma(n + 1.0) - torch.lgamma(k + 1.0) - torch.lgamma(rest + 1.0)
+    return torch.where(k <= n, (log_choose + torch.xlogy(k, p) + torch.xlogy(rest, 1.0 - p)).exp(), 0.0)
+
+
+def _tail(n: Float64[Tensor, "n 1"], k: Float64[Tensor, "1 k"], p: float) -> Float64[Tensor, "n k"]:
+    """P(Bin(n, p) > k) for k = 0, 1, ..."""
+    return (1.0 - _binomial(n, k, p).cumsum(dim=1)).clamp(min=0.0)

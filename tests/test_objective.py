@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from mdlm.data import Batch
 from mdlm.modeling import head_rows
-from mdlm.objective import LossTerms, NoisedBatch, Objective, ObjectiveConfig, subs_nll
+from mdlm.objective import LossTerms, NoisedBatch, Objective, ObjectiveConfig
 from mdlm.schedule import SCHEDULES
+from mdlm.subs import subs_nll
 
 VOCAB, TOKENS, MASK = 24, 20, 3  # four padding rows of the vocabulary
 OPTIONS: list[dict[str, Any]] = [

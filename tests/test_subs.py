@@ -10,7 +10,7 @@ import reference
 import torch
 from torch import Tensor
 
-from mdlm.objective import subs_log_probs, subs_nll
+from mdlm.subs import subs_log_probs, subs_nll
 
 VOCAB, TOKENS, MASK = 24, 20, 3  # four padding rows of the vocabulary
 

@@ -311,6 +311,7 @@ def build_objective(config: TrainConfig, model: MDLMForMaskedLM, total_steps: in
         seed=config.seed,
         mask_token_id=model.config.mask_token_id,
         num_tokens=model.config.num_tokens,
+        block_size=model.config.block_size,
     )
 
 
