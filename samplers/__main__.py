@@ -1,4 +1,4 @@
-"""`mdlm sample CHECKPOINT --prompt "def " --strategy threshold --threshold 0.8 --show`.
+"""`mdlm sample CHECKPOINT --prompt "def " --strategy threshold --threshold 0.8 --show`, or `--html out.html`.
 
 Every argument of `generate` is an option, and so are the knobs of the chosen strategy: `--strategy NAME --help` lists
 them, `--strategies` all strategies. Read next: `generate.py`.
@@ -40,6 +40,12 @@ class SampleOptions:
     """With --show: colour tokens by the step they were written in, or by the model's confidence in them."""
     delay: float = 0.0
     """With --show: seconds to wait after each step."""
+    html: str | None = None
+    """File for a page that plays the unmasking in a browser, with what else each token could have been."""
+    compare: str | None = None
+    """With --html: a second strategy, shown beside the first."""
+    compare_knobs: dict[str, Any] | None = None
+    """What is different for it: its knobs and options of every strategy, e.g. '{"threshold": 0.5, "seed": 1}'."""
     json: bool = False
     dtype: str = "float32"
     """Precision of the weights: float32, bfloat16, float16 or float64."""
@@ -54,6 +60,12 @@ class SampleOptions:
             raise ValueError(f"--delay is {self.delay}; it must be 0 or more seconds")
         if self.show and self.json:
             raise ValueError("--show and --json both want the output; give one of them")
+        if self.html is not None and (self.show or self.json):
+            raise ValueError("--html writes a page instead of --show and --json; give one of the three")
+        if self.compare is not None and self.html is None:
+            raise ValueError("--compare puts two strategies side by side on a page: give its file with --html")
+        if self.compare_knobs is not None and self.compare is None:
+            raise ValueError("--compare_knobs belong to a second strategy: name it with --compare")
 
     def prompts(self) -> list[str]:
         """All prompts, each as often as asked for."""
@@ -134,17 +146,38 @@ def list_strategies() -> str:
     return "\n\n".join(parts)
 
 
+def _label(name: str | None, knobs: dict[str, Any]) -> str:
+    """A strategy and what of it is not as by default."""
+    defaults = {} if name is None else inspect.signature(PRESETS[name]).parameters
+    own = [f"{k}={value}" for k, value in knobs.items() if k not in defaults or value != defaults[k].default]
+    return " ".join([name or "default strategy", *([f"({', '.join(own)})"] if own else [])])
+
+
 def sample(options: SampleOptions, strategy: str | None, shared: dict[str, Any], knobs: dict[str, Any]) -> None:
-    """Load, generate, print."""
+    """Load, generate, print or write the page."""
     from mdlm.load import load_model
+    from mdlm.samplers.show import show
+    from mdlm.samplers.show_html import Unmasking
 
     prompts = options.prompts()
     model, tokenizer = load_model(options.checkpoint, options.dtype, options.device)
     start = time.perf_counter()
+    streamed = {name: value for name, value in shared.items() if name != "batch_size"}
+    if options.html is not None:
+        runs = {
+            _label(strategy, knobs): stream(model, tokenizer, prompts, strategy=strategy, top=5, **streamed, **knobs)
+        }
+        if options.compare is not None:
+            if options.compare not in PRESETS:
+                raise unknown_strategy(options.compare)
+            second = options.compare_knobs or {}
+            name = _label(options.compare, second)
+            if name in runs:
+                raise ValueError(f"both sides would be {name}; give the second other knobs with --compare_knobs")
+            runs[name] = stream(model, tokenizer, prompts, strategy=options.compare, top=5, **{**streamed, **second})
+        print(Unmasking(runs, tokenizer, title=f"Unmasking with {options.checkpoint}").save(options.html))
+        return
     if options.show:
-        from mdlm.samplers.show import show
-
-        streamed = {name: value for name, value in shared.items() if name != "batch_size"}
         frames = stream(model, tokenizer, prompts, strategy=strategy, **streamed, **knobs)
         show(frames, tokenizer, colour=options.colour, delay=options.delay)
         return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mdlm.config import MDLMConfig
+from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers.driver import Frame
-from mdlm.tokenization import train_bpe
+from mdlm.tokenization import num_tokens, padded_vocab_size, train_bpe
 
 SCRIPT = "<script>window.hacked = 1</script>"
 COMMENT = "</script><!-- <script>"
@@ -62,3 +65,24 @@ def frames_of(
             )
         )
     return frames
+
+
+def save_checkpoint(folder: Path) -> None:
+    """A tiny model with random weights, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    model = MDLMForMaskedLM(
+        MDLMConfig(
+            vocab_size=padded_vocab_size(tokenizer),
+            num_tokens=num_tokens(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            mask_token_id=tokenizer.mask_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
