@@ -134,7 +134,7 @@ def test_deepspeed_equals_one_process_and_resumes(texts: Path, tmp_path: Path) -
     with fresh_accelerate():
         expected = train(configure(texts, tmp_path / "one", **options))
     assert expected is not None
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
     whole = launch(worker("zero", 0, *arguments(texts, tmp_path / "zero", **options), start=start), **zero)
     assert whole.returncode == 0, whole.stderr
