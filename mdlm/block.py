@@ -48,12 +48,11 @@ class Units:
     inside: Bool[Tensor, "units width"] | None = None
     """False where a unit is padded."""
 
-    def per_token(self, values: Tensor) -> Tensor:
+    def per_token(self, values: Tensor, views: int = 1) -> Tensor:
         """From `[views * units, width]` to `[views * batch, seq]`; 0 or False where there is no unit."""
         if self.place is None or self.inside is None:
             return values
         batch, seq = self.shape
-        views = len(values) // len(self.place) if len(self.place) else 1
         out = values.new_zeros(views, batch * seq)
         out[:, self.place[self.inside]] = values.view(views, *self.place.shape)[:, self.inside]
         return out.view(views * batch, seq)

@@ -288,7 +288,7 @@ class Objective(ObjectiveConfig):
         p = self.mask_prob(t)
         if self.block_clip == "exact":
             assert self.block_size is not None, "checked above"
-            width = min(self.block_size, int(maskable.amax())) if len(maskable) else 0
+            width = max(1, int(maskable.amax())) if len(maskable) else 1
             return clipped_weights(masked, maskable, width, 1.0 / self.block_size, self.eps, self.t_max)
         if self.block_clip == "paper":
             return 1.0 / p
@@ -323,7 +323,8 @@ class Objective(ObjectiveConfig):
             unit_weight = self.unit_weight(t, count, chosen.sum(dim=1))
         if self.weighting == "none":
             unit_weight = torch.ones_like(t)
-        weight, masked = units.per_token(unit_weight[:, None] * chosen), units.per_token(chosen)
+        views = 2 if self.complementary else 1
+        weight, masked = units.per_token(unit_weight[:, None] * chosen, views), units.per_token(chosen, views)
         batch = _twice(batch) if self.complementary else batch
         maskable_count = batch.maskable.sum(dim=1)
         normaliser: Normaliser = "maskable"
