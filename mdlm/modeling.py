@@ -8,6 +8,7 @@ Read next: `objective.py`, which trains this model.
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,6 +238,24 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
             bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         )
         self.post_init()
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *model_args: Any, **options: Any
+    ) -> MDLMForMaskedLM:
+        """`transformers`' loading; a checkpoint in a public format (LLaDA, Dream, ...) is converted meanwhile.
+
+        For a public one `options` may be `dtype` (default: as stored), `device_map` (one device), `subfolder`,
+        `attn_implementation`, those that find it on the hub, and what its configuration leaves open: `mask_token_id`,
+        `add_mask_token`, `shift_logits`, `block_size`, as for `mdlm convert`. Raises ValueError as that does.
+        """
+        from mdlm.public_model import load_if_public
+
+        if pretrained_model_name_or_path is not None and options.get("state_dict") is None:
+            converted = load_if_public(os.fspath(pretrained_model_name_or_path), model_args, options)
+            if converted is not None:
+                return converted
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
 
     @can_return_tuple
     def forward(
