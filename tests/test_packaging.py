@@ -102,6 +102,7 @@ def test_the_wheel_holds_every_file_and_only_mdlm(tmp_path: Path) -> None:
     assert {n.split("/")[0] for n in names} == {"mdlm"}
     expected = {f"{FOLDERS[folder].replace('.', '/')}/{path.name}" for folder, path in _sources()}
     expected |= {f"mdlm/training/recipes/{p.name}" for p in (ROOT / "training" / "recipes").glob("*.yaml")}
+    expected |= {f"mdlm/eval/harness_presets/{p.name}" for p in (ROOT / "eval" / "harness_presets").glob("*.[py]*")}
     expected |= {"mdlm/py.typed", "mdlm/samplers/show.html", "mdlm/training/recipes/__init__.py"}
     assert names == expected
 
