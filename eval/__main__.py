@@ -10,21 +10,22 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from mdlm.checkpoint import STATE_FILE, STATE_FOLDER, provenance, read_state
-from mdlm.data import Data, DataConfig, open_data
-from mdlm.data_pack import PackedRows
+from mdlm.data import DataConfig, open_data
 from mdlm.denoiser import ModelDenoiser
-from mdlm.eval.likelihood import NelboProtocol, accumulate, unigram_bits_per_byte
+from mdlm.eval.likelihood import NelboProtocol
+from mdlm.eval.likelihood_text import Edge, EvaluationRows, TextProtocol, held_out_rows, open_rows
 from mdlm.load import load_model, model_folder
-from mdlm.tokenization import num_tokens
+from mdlm.objective import Masking
+from mdlm.schedule import TimeSampling
 
 
 def evaluate(
@@ -34,39 +35,81 @@ def evaluate(
     text_column: str = "text",
     packing: Literal["stream", "documents", "none"] | None = None,
     seq_len: int | None = None,
+    stride: int | None = None,
+    bos: Edge = "none",
+    eos: Edge = "none",
+    document_eos: bool = True,
+    detokenizer: str = "none",
     rows: int | None = None,
     schedule: str = "linear",
+    schedule_power: float | None = None,
+    sampling: TimeSampling = "stratified",
+    masking: Masking = "count",
+    strata_rows: int = 4,
     samples: int = 1,
+    eps: float = 0.0,
+    steps: int | None = None,
     seed: int = 0,
     batch: int = 16,
     dtype: str = "float32",
     device: str = "auto",
+    progress: str | None = None,
+    resume: bool = False,
     results: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """NELBO in nats per token, bits per byte and as a perplexity bound, with its standard error.
 
-    Two further commands have their own help: `mdlm eval curves` (quality against speed of strategies on sources with
-    known probabilities) and `mdlm eval text` (generative perplexity of samples under a judge).
+    Several processes (`accelerate launch -m mdlm.eval ...`) share the rows and give the number of one; the first of
+    them reports. Further commands have their own help: `mdlm eval curves` (quality against speed of strategies on
+    sources with known probabilities) and `mdlm eval text` (generative perplexity of samples under a judge).
 
     Args:
         checkpoint: a checkpoint folder, or the output_dir of a run (its newest checkpoint).
-        data: text to evaluate in full: `builtin` (its held-out part), a file, folder, glob or dataset; default: the
-            text that the training run held out.
+        data: text to evaluate in full, read as a stream: `builtin`, a file, folder, glob or dataset; default: the text
+            that the training run held out.
         format: of `data`, as in training.
         text_column: key or column of `data` that holds the text.
-        packing: how the text is cut into rows; default: as in training.
-        seq_len: tokens per row; default: as in training, or the longest the model accepts.
-        rows: evaluate so many rows, spread evenly; default: all.
-        schedule: noise schedule of the estimate; every schedule has the same expectation.
-        samples: draws of (t, mask) per row.
+        packing: `stream`: documents wrapped; `documents`: wrapped, attention inside each; `none`: one document per
+            window, padded. Default: as in training.
+        seq_len: tokens per window; default: as in training, or the longest the model accepts.
+        stride: new tokens per further window, the others being given as context; default: windows do not overlap.
+        bos: start token before every window: none, given (not predicted) or scored.
+        eos: end token behind every window, likewise.
+        document_eos: end token behind every document.
+        detokenizer: of old benchmark corpora: none, wikitext, ptb, lm1b, lambada, scientific_papers.
+        rows: evaluate so many windows, spread evenly; default: all.
+        schedule: noise schedule of the estimate (linear, cosine, polynomial); every one has the same expectation.
+        schedule_power: of the polynomial schedule.
+        sampling: of times: stratified, low_discrepancy, antithetic or uniform.
+        masking: `count`: exactly as many masked tokens as the time says; `independent`: every token for itself.
+        strata_rows: windows whose times are stratified together, and the unit of the standard error. LLaDA's protocol
+            is 1, with `samples` 128.
+        samples: draws of (t, mask) per window (LLaDA's mc_num).
+        eps: times are drawn from (eps, 1]; above 0 the estimate is slightly biased.
+        steps: of a discrete-time reverse process; default: continuous time.
         seed: of times and masks.
-        batch: rows per forward; never changes the result.
+        batch: windows per forward; never changes the result.
         dtype: precision of the weights: float32, bfloat16, float16 or float64.
         device: auto, cpu, cuda, ...
+        progress: JSON-lines file for finished batches, so that an interrupted evaluation can go on.
+        resume: go on with `progress`.
         results: file to append the JSON line to.
     """
+    from mdlm.eval.likelihood_run import evaluate_rows, launched_processes, own_device, weights_digest
+
+    protocol = NelboProtocol(
+        schedule=schedule,
+        schedule_power=schedule_power,
+        sampling=sampling,
+        masking=masking,
+        strata_rows=strata_rows,
+        samples=samples,
+        eps=eps,
+        steps=steps,
+        seed=seed,
+    )
     folder = model_folder(checkpoint)
-    model, tokenizer = load_model(folder, dtype, device)
+    model, tokenizer = load_model(folder, dtype, own_device(device))
     trained = _training_data(folder)
     config = dataclasses.replace(trained or DataConfig(seq_len=model.config.max_position_embeddings), workers=0)
     if data is not None:
@@ -77,40 +120,68 @@ def evaluate(
             text_column=text_column,
             name=None,
             split="train",
+            records="text",
             streaming=False,
-            validation_source=None if data == "builtin" else data,
+            validation_source=None,
             validation_split=None,
+            validation_rows=None,
         )
     elif trained is None:
         raise ValueError(f"{folder} holds no {STATE_FOLDER}/{STATE_FILE}, so its text is not known: give --data")
-    config = dataclasses.replace(
-        config,
-        validation_rows=rows if rows is not None else (None if data is not None else config.validation_rows),
+    text_protocol = TextProtocol(
         packing=packing or config.packing,
         seq_len=seq_len or config.seq_len,
+        stride=stride,
+        bos=bos,
+        eos=eos,
+        document_eos=document_eos,
+        detokenizer=detokenizer,
+        rows=rows if rows is not None else config.validation_rows,
     )
-    if config.seq_len > model.config.max_position_embeddings:
+    if text_protocol.seq_len > model.config.max_position_embeddings:
         raise ValueError(
-            f"--seq_len {config.seq_len} is longer than the model accepts ({model.config.max_position_embeddings})"
+            f"--seq_len {text_protocol.seq_len} is longer than the model accepts "
+            f"({model.config.max_position_embeddings})"
         )
-    text = open_data(config, tokenizer)
-    protocol = NelboProtocol(schedule=schedule, samples=samples, seed=seed)
-    start = time.perf_counter()
-    sums = accumulate(ModelDenoiser(model), text.validation_batches(batch), protocol)
-    seconds = time.perf_counter() - start
-    likelihood = sums.result(total_bytes=round(text.validation_bytes))
+    text = _rows(config, tokenizer, text_protocol, whole=data is not None)
+    identity = {
+        "protocol": dataclasses.asdict(protocol),
+        "text_protocol": dataclasses.asdict(text_protocol),
+        "text": text.fingerprint,
+        "weights": weights_digest(model),
+        "dtype": dtype,
+    }
+    with launched_processes() as (rank, world):
+        start = time.perf_counter()
+        likelihood, unigram = evaluate_rows(
+            ModelDenoiser(model),
+            text,
+            protocol,
+            batch,
+            identity=identity,
+            progress=None if progress is None else Path(progress),
+            resume=resume,
+            rank=rank,
+            world=world,
+        )
+        seconds = time.perf_counter() - start
+    if rank:
+        return None
     record = {
         "kind": "nelbo",
         "checkpoint": str(checkpoint),
         "step": read_state(folder)["step"] if trained is not None else None,
         **dataclasses.asdict(likelihood),
-        "unigram_bits_per_byte": _unigram(text, num_tokens(tokenizer)),
+        "unigram_bits_per_byte": unigram,
         "bytes_are_exact": text.bytes_are_exact,
         "tokens_per_second": likelihood.tokens * samples / seconds,
-        "text": str(text.report),
+        "text_protocol": identity["text_protocol"],
+        "text": {"source": text.name, "fingerprint": text.fingerprint, **text.report},
         "data": dataclasses.asdict(config),
+        "weights": identity["weights"],
         "device": str(model.device),
         "dtype": dtype,
+        "processes": world,
         **provenance(),
     }
     if results is not None:
@@ -121,6 +192,24 @@ def evaluate(
     return record
 
 
+def _rows(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, protocol: TextProtocol, whole: bool
+) -> EvaluationRows:
+    """The text's rows; what training held out of examples and of streamed text is cut as training cuts it."""
+    if whole or (config.records == "text" and not config.streaming):
+        return open_rows(config, tokenizer, protocol, whole)
+    same = TextProtocol(packing=protocol.packing, seq_len=protocol.seq_len, rows=protocol.rows)
+    if protocol != same:
+        raise ValueError(
+            "stride, bos, eos, document_eos and detokenizer are for plain text: what this run held out are examples, "
+            "or were streamed; give --data"
+        )
+    config = dataclasses.replace(
+        config, packing=protocol.packing, seq_len=protocol.seq_len, validation_rows=protocol.rows
+    )
+    return held_out_rows(open_data(config, tokenizer))
+
+
 def _training_data(folder: Path) -> DataConfig | None:
     """The data configuration of the run that wrote this checkpoint; None for a folder without a training state."""
     if not (folder / STATE_FOLDER / STATE_FILE).is_file():
@@ -129,26 +218,15 @@ def _training_data(folder: Path) -> DataConfig | None:
     return dataclasses.replace(data, chat_template=None)  # the tokenizer beside it keeps the template
 
 
-def _unigram(text: Data, vocab: int) -> float | None:
-    """Bits per byte of the evaluated tokens under the training part's token frequencies; None while streaming."""
-    held = text.validation
-    if held is None or not isinstance(text.train, PackedRows):
-        return None
-    return unigram_bits_per_byte(_tokens(text.train), _tokens(held), round(text.validation_bytes), vocab)
-
-
-def _tokens(rows: PackedRows) -> Iterator[Tensor]:
-    from torch import from_numpy
-
-    for number in range(rows.rows_per_epoch):
-        yield from_numpy(rows.row(number).counted.astype("int64"))
+def _lines(record: dict[str, Any] | None) -> list[str]:
+    """What is printed: nothing where another process reports."""
+    return [] if record is None else [json.dumps(record), summary(record)]
 
 
 def summary(record: dict[str, Any]) -> str:
     """The result in one line for the eye."""
     error = record["standard_error"]
-    scale = record["bits_per_byte"] / record["nats_per_token"]
-    spread = "" if error is None else f" ± {error * scale:.3f}"
+    spread = "" if error is None else f" ± {error * record['tokens'] / record['bytes'] / math.log(2):.3f}"
     unigram = record["unigram_bits_per_byte"]
     beside = "" if unigram is None else f" (unigram {unigram:.3f})"
     return (
@@ -158,7 +236,12 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
-SUBCOMMANDS = {"curves": "mdlm.eval.curve_report", "text": "mdlm.eval.generative"}
+SUBCOMMANDS = {
+    "curves": "mdlm.eval.curve_report",
+    "text": "mdlm.eval.generative",
+    "calibration": "mdlm.eval.calibration",
+    "plot": "mdlm.eval.plot_kinds",
+}
 """First argument -> the module whose `main` takes the rest."""
 
 
@@ -169,9 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in SUBCOMMANDS:
         return int(importlib.import_module(SUBCOMMANDS[arguments[0]]).main(arguments[1:]))
-    return run_command(
-        evaluate, arguments, prog="mdlm eval", report=lambda record: [json.dumps(record), summary(record)]
-    )
+    return run_command(evaluate, arguments, prog="mdlm eval", report=_lines)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ Standard error. Times are stratified over groups of `strata_rows` consecutive ro
 of the variance that comes from t, and makes the rows of a group dependent. So the independent unit is the group (the
 row, for `sampling="uniform"`): the error is that of a ratio of sums over groups. It holds for the mean over an endless
 supply of such rows, so it covers the choice of text as well as the noise, and is larger than the noise alone where the
-text is fixed; with few groups it is itself uncertain. Read next: `sources.py`, where all of this is checked.
+text is fixed; with few groups it is itself uncertain. Models with blocks: `likelihood_block.py`. Read next: `sources.py`, where all of this is checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
 from mdlm.corrupt import Corruption, mask_count, mask_tokens
+from mdlm.eval.likelihood_block import block_log_probs, block_noise, with_own_blocks
 from mdlm.objective import MASKINGS, Masking
 from mdlm.schedule import (
     TIME_SAMPLING,
@@ -60,6 +61,8 @@ class NelboProtocol:
     steps: int | None = None
     """None: continuous time. Else the NELBO of a reverse process with this many steps, which is not smaller."""
     seed: int = 0
+    block_size: int | None = None
+    """Block diffusion: length of the blocks. None: those of the denoiser, if it has any."""
 
     def __post_init__(self) -> None:
         make_schedule(self.schedule, self.schedule_power)
@@ -75,6 +78,8 @@ class NelboProtocol:
             raise ValueError(f"discrete time needs steps >= 1 and eps = 0, got steps={self.steps}, eps={self.eps}")
         if self.steps is not None and self.masking == "count":
             raise ValueError("discrete time (steps) is defined for independent masks: add masking='independent'")
+        if self.block_size is not None and self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
 
     def noise(self, batch: Batch, sample: int, mask_token_id: int) -> tuple[Corruption, Float64[Tensor, "batch"]]:
         """One draw of the masks of every row, and what each row's summed loss weighs."""
@@ -118,6 +123,7 @@ class Likelihood:
     eps: float
     steps: int | None
     seed: int
+    block_size: int | None
     context_length: int
     precision: str
     """Of the log-probs, unless the caller says more (e.g. "bfloat16 autocast")."""
@@ -174,6 +180,7 @@ class LikelihoodSums:
             eps=p.eps,
             steps=p.steps,
             seed=p.seed,
+            block_size=p.block_size,
             context_length=self.context_length,
             precision=self.precision,
         )
@@ -205,56 +212,66 @@ def accumulate(
     `token_bytes`: UTF-8 bytes of each token id, for bits per byte. `precision`: what to report instead of the dtype of
     the log-probs. Raises ValueError where the denoiser's answer is not a distribution without mass on the mask id.
     """
-    rows: list[Tensor] = []
-    nats: list[Tensor] = []
-    tokens: list[Tensor] = []
-    sizes: list[Tensor] = []
-    context = 0
-    for batch in batches:
+    parts = list(batch_sums(denoiser, batches, protocol, token_bytes=token_bytes, precision=precision))
+    if not parts:
+        raise ValueError("nothing to evaluate: there are no batches")
+    return merge(parts)
+
+
+def batch_sums(
+    denoiser: Denoiser,
+    batches: Iterable[Batch],
+    protocol: NelboProtocol,
+    *,
+    token_bytes: Int[Tensor, "tokens"] | None = None,
+    precision: str | None = None,
+) -> Iterator[LikelihoodSums]:
+    """The sums of each batch as soon as it is evaluated (see `accumulate`): what a long run writes down on its way."""
+    protocol = with_own_blocks(protocol, denoiser)
+    for number, batch in enumerate(batches):
         total = torch.zeros(batch.rows.shape[0], dtype=torch.float64)
         for sample in range(protocol.samples):
-            values, dtype = _nats(denoiser, batch, protocol, sample, check=sample == 0 and not rows)
-            precision = precision or str(dtype).removeprefix("torch.")
+            values, dtype = _nats(denoiser, batch, protocol, sample, check=number == sample == 0)
             total += values
-        rows.append(batch.rows.cpu())
-        nats.append(total / protocol.samples)
-        tokens.append(batch.maskable.sum(dim=1).cpu())
-        context = max(context, batch.input_ids.shape[1])
+        size = None
         if token_bytes is not None:
-            sizes.append((token_bytes.cpu()[batch.input_ids.cpu()] * batch.maskable.cpu()).sum(dim=1))
-    if not rows:
-        raise ValueError("nothing to evaluate: there are no batches")
-    assert precision is not None
-    return LikelihoodSums(
-        protocol=protocol,
-        rows=torch.cat(rows),
-        nats=torch.cat(nats),
-        tokens=torch.cat(tokens),
-        bytes=torch.cat(sizes) if token_bytes is not None else None,
-        context_length=context,
-        precision=precision,
-    )
+            size = (token_bytes.cpu()[batch.input_ids.cpu()] * batch.maskable.cpu()).sum(dim=1)
+        yield LikelihoodSums(
+            protocol=protocol,
+            rows=batch.rows.cpu(),
+            nats=total / protocol.samples,
+            tokens=batch.maskable.sum(dim=1).cpu(),
+            bytes=size,
+            context_length=batch.input_ids.shape[1],
+            precision=precision or str(dtype).removeprefix("torch."),
+        )
 
 
 def _nats(
     denoiser: Denoiser, batch: Batch, protocol: NelboProtocol, sample: int, check: bool
 ) -> tuple[Float64[Tensor, "batch"], torch.dtype]:
     """One draw of each row's NELBO in nats, on the CPU, and the dtype of the log-probs."""
-    noised, weight = protocol.noise(batch, sample, denoiser.mask_token_id)
-    moved, masked = batch.to(denoiser.device), noised.masked.to(denoiser.device)
-    with torch.no_grad():
-        log_probs = denoiser(
-            noised.input_ids.to(denoiser.device),
-            attention_mask=moved.attention_mask,
-            position_ids=moved.position_ids,
-            at=masked,
-        )
+    moved = batch.to(denoiser.device)
+    if protocol.block_size is not None:
+        chosen, weight = block_noise(protocol, batch, sample, denoiser.mask_token_id)
+        masked = chosen.to(denoiser.device)
+        log_probs = block_log_probs(denoiser, moved, masked)
+    else:
+        noised, row_weight = protocol.noise(batch, sample, denoiser.mask_token_id)
+        masked, weight = noised.masked.to(denoiser.device), row_weight[:, None]
+        with torch.no_grad():
+            log_probs = denoiser(
+                noised.input_ids.to(denoiser.device),
+                attention_mask=moved.attention_mask,
+                position_ids=moved.position_ids,
+                at=masked,
+            )
     if check:
         _check_distribution(log_probs, denoiser, int(masked.sum()))
-    chosen = log_probs.gather(1, moved.input_ids[masked][:, None]).squeeze(1)
+    likelihood = log_probs.gather(1, moved.input_ids[masked][:, None]).squeeze(1)
     nll = torch.zeros(masked.shape, dtype=torch.float64)
-    nll[masked.cpu()] = -chosen.cpu().double()
-    return nll.sum(dim=1) * weight.cpu(), log_probs.dtype
+    nll[masked.cpu()] = -likelihood.cpu().double()
+    return (nll * weight.cpu()).sum(dim=1), log_probs.dtype
 
 
 def _check_distribution(log_probs: Tensor, denoiser: Denoiser, rows: int) -> None:
@@ -304,6 +321,7 @@ def nelbo(
     eps: float = 0.0,
     steps: int | None = None,
     seed: int = 0,
+    block_size: int | None = None,
     token_bytes: Int[Tensor, "tokens"] | None = None,
     total_bytes: int | None = None,
     precision: str | None = None,
@@ -322,6 +340,7 @@ def nelbo(
         eps=eps,
         steps=steps,
         seed=seed,
+        block_size=block_size,
     )
     sums = accumulate(denoiser, batches, protocol, token_bytes=token_bytes, precision=precision)
     return sums.result(total_bytes)
@@ -338,16 +357,6 @@ def token_counts(tokens: Tensor | Iterable[Tensor], vocab: int) -> Int64[Tensor,
     return counts
 
 
-def unigram_bits_per_byte(
-    train_tokens: Tensor | Iterable[Tensor], eval_tokens: Tensor | Iterable[Tensor], total_bytes: int, vocab: int
-) -> float:
-    """Bits per byte of the evaluation tokens under the unigram frequencies of the training tokens: the least baseline.
-
-    Add-one smoothing over `vocab` ids, p(v) = (count(v) + 1) / (all + vocab). `total_bytes`: bytes of the evaluation
-    text. Raises ValueError where there is nothing to evaluate.
-    """
-    train, evaluated = token_counts(train_tokens, vocab).double(), token_counts(eval_tokens, vocab).double()
-    if total_bytes < 1 or not bool(evaluated.any()):
-        raise ValueError(f"nothing to evaluate: {int(evaluated.sum())} tokens in {total_bytes} bytes")
-    nats = -(evaluated * torch.log((train + 1.0) / (train.sum() + vocab))).sum()
-    return float(nats) / math.log(2.0) / total_bytes
+def unigram_log_probs(counts: Int64[Tensor, "vocab"]) -> Float64[Tensor, "vocab"]:
+    """Log-probabilities in nats of the least baseline, token frequencies: (count + 1) / (all + vocab), never 0."""
+    return torch.log((counts.double() + 1.0) / (counts.sum() + len(counts)))
