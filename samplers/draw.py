@@ -13,6 +13,8 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
+from mdlm.passes import largest, row_blocks
+
 LEAST_TEMPERATURE = 1e-6
 """Below it, and above its inverse, logits over temperature leave the range of float32."""
 PIECE = 256
@@ -59,20 +61,25 @@ class Draw:
     ) -> Int64[Tensor, " rows"]:
         """One token per row. `uniform` decides it; equal maxima at temperature 0: the lowest id."""
         if self.temperature == 0:
-            return log_probs.argmax(dim=-1)
-        return invert_cdf(truncated_probs(log_probs, self), uniform)
+            return largest(log_probs)[1]
+        out = torch.empty_like(uniform, dtype=torch.int64)
+        for block in row_blocks(log_probs, len(uniform)):
+            probs = truncated_probs(log_probs[block], self)
+            out[block] = invert_cdf(probs, uniform[block])
+            broken = probs[:, 0].isnan()
+            if bool(broken.any()):  # a NaN anywhere in a row; whoever writes the token that has it sees it
+                out[block] = torch.where(broken, log_probs[block].argmax(dim=-1), out[block])
+        return out
 
 
 def truncated_probs(log_probs: Float[Tensor, "rows vocab"], draw: Draw) -> Float[Tensor, "rows vocab"]:
-    """Probabilities (up to a factor per row) after temperature, then top-k, then top-p, then min-p."""
-    tempered = log_probs
-    if draw.temperature != 1:
-        tempered = log_probs / draw.temperature
-        tempered = tempered - tempered.amax(dim=-1, keepdim=True)  # or everything could underflow
+    """Probabilities (up to a factor per row) after temperature, then top-k, then top-p, then min-p; NaN where a row
+    holds one."""
+    tempered = log_probs if draw.temperature == 1 else log_probs / draw.temperature
     if draw.top_k is not None and draw.top_k < tempered.shape[-1]:
         order = tempered.argsort(dim=-1, descending=True, stable=True)
         tempered = tempered.scatter(-1, order[:, draw.top_k :], -torch.inf)
-    probs = tempered.exp()
+    probs = tempered.softmax(dim=-1)
     if draw.top_p is not None and draw.top_p < 1:
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
@@ -86,7 +93,7 @@ def truncated_probs(log_probs: Float[Tensor, "rows vocab"], draw: Draw) -> Float
 
 def invert_cdf(probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
     """The token at which the cumulative sum of `probs` passes `uniform` times its total; never one without mass. Where
-    `probs` hold NaN, a token that has it: who writes it must look at what it writes.
+    `probs` hold NaN: any.
 
     In two levels, the piece of the vocabulary first: one cheap pass over everything, float64 sums within one piece.
     """
@@ -97,7 +104,7 @@ def invert_cdf(probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " ro
     piece, rest = _passed(mass, uniform)
     inside = pieces.gather(1, piece[:, None, None].expand(-1, 1, PIECE))[:, 0]
     token, _ = _passed(inside.double(), rest)
-    return torch.where(mass.sum(dim=-1).isnan(), probs.argmax(dim=-1), piece * PIECE + token)
+    return (piece * PIECE + token).clamp(max=vocab - 1)
 
 
 def _passed(

@@ -18,13 +18,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from mdlm.passes import divergences
 from mdlm.samplers.scores import Scorer
 from mdlm.samplers.select import Looking, at_least_one_of, within
 from mdlm.samplers.select_adaptive import highest, log_threshold
 from mdlm.samplers.state import RowMemory, Step
-
-FARTHEST = 1e4
-"""Difference of two log-probabilities, one of which is -inf, in nats."""
 
 UNKNOWN = 1e30
 """A divergence that no finite threshold exceeds: there is no previous prediction."""
@@ -48,8 +46,8 @@ class Predictions:
 def divergence_from_previous(component: object, step: Step, direction: Direction) -> Float[Tensor, " rows"]:
     """KL in nats between each prediction and that of the same position one step ago; `UNKNOWN` where there is none.
 
-    `prev_now` is KL(previous || now), `now_prev` KL(now || previous). A token that only the first law allows counts
-    `FARTHEST` nats instead of infinitely many. Remembers this step's predictions under `component`: call once a step.
+    `prev_now` is KL(previous || now), `now_prev` KL(now || previous); see `divergences`. Remembers this step's
+    predictions under `component`: call once a step.
     """
     state = step.state
     nothing = torch.full_like(state.tokens, -1)
@@ -62,16 +60,11 @@ def divergence_from_previous(component: object, step: Step, direction: Direction
     memory.log_probs = step.log_probs
     known = previous >= 0
     result = torch.full_like(step.best[0], UNKNOWN)
-    if bool(known.any()):
-        every = bool(known.all())
-        now = step.log_probs if every else step.log_probs[known]
-        before = old[previous if every else previous[known]]
-        if direction == "prev_now":
-            weight, difference = before.exp(), before.sub_(now)
-        else:
-            weight, difference = step.probs if every else step.probs[known], before.neg_().add_(now)
-        difference.nan_to_num_(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST)
-        result[known] = difference.mul_(weight).sum(dim=-1).clamp(min=0)
+    now = known.nonzero()[:, 0]
+    if direction == "prev_now":
+        result[now] = divergences(old, step.log_probs, previous[now], now)
+    else:
+        result[now] = divergences(step.log_probs, old, now, previous[now])
     return result
 
 

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from mdlm.attention_rows import slots
+from mdlm.passes import entropies
 from mdlm.samplers.conflicts import Conflict
 from mdlm.samplers.select import Looking, at_least_one_of
 from mdlm.samplers.solvers import Greedy, Solver, matching
@@ -274,6 +275,7 @@ class Clusters(Looking):
             keep = solver(graph, spans)
         chosen = keep.gather(1, spans.unit)
         if self.budget is not None:
-            entropy = step.entropy.double()[spans.prediction]
+            entropy = torch.zeros_like(spans.scores, dtype=torch.float64)
+            entropy[spans.used] = entropies(step.log_probs, spans.prediction[spans.used]).double()
             chosen = within_budget(spans, keep, spans.unit_score(self.rank), entropy, self.budget)
         return spans.dense(chosen)

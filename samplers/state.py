@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from mdlm.passes import entropies, largest
 from mdlm.rng import counter_uniform
 from mdlm.samplers.draw import Draw
 
@@ -138,14 +139,9 @@ class Step:
         return largest(self.log_probs)
 
     @cached_property
-    def probs(self) -> Float[Tensor, "rows vocab"]:
-        """Probabilities of each prediction."""
-        return self.log_probs.exp()
-
-    @cached_property
     def entropy(self) -> Float[Tensor, " rows"]:
         """Entropy of each prediction in nats; 0, not NaN, where one token has all the mass."""
-        return self.log_probs.clamp(min=-1e4).mul_(self.probs).sum(dim=-1).neg_()
+        return entropies(self.log_probs)
 
     @property
     def predicted(self) -> Int64[Tensor, " rows"]:
@@ -169,21 +165,3 @@ class Step:
     def remember(self, component: Hashable, initial: Callable[[], Memory]) -> Memory:
         """See `State.remember`."""
         return self.state.remember(component, initial)
-
-
-PART = 64
-"""Columns per part in `largest`."""
-
-
-def largest(values: Float[Tensor, "rows vocab"]) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:
-    """`values.max(dim=-1)`, the lowest index of equal ones: the largest of each part first, then the place within the
-    best part. The maximum alone is several times faster than the maximum with its index over a long axis."""
-    vocab = values.shape[-1]
-    whole = vocab - vocab % PART
-    tops = values[:, :whole].unflatten(-1, (-1, PART)).amax(dim=-1)
-    if whole < vocab:
-        tops = torch.cat([tops, values[:, whole:].amax(dim=-1, keepdim=True)], dim=-1)
-    value, part = tops.max(dim=-1)
-    columns = (part[:, None] * PART + torch.arange(PART, device=values.device)).clamp(max=vocab - 1)
-    place = values.gather(-1, columns).argmax(dim=-1, keepdim=True)
-    return value, columns.gather(-1, place)[:, 0]

@@ -9,7 +9,6 @@ import torch
 
 from mdlm.eval.speed_sampling import main, overhead, plain_loop, random_model, random_prompts, tokens
 from mdlm.samplers.generate import generate
-from mdlm.samplers.state import largest
 
 SIZES = {"vocab": 64, "layers": 2, "width": 64, "prompt": 5, "new_tokens": 8, "block": 4, "batch": 2, "rounds": 1}
 
@@ -48,17 +47,3 @@ def test_overhead_runs_every_strategy_that_is_not_speculative() -> None:
     result = overhead(vocab=64, layers=1, width=64, prompt=5, new_tokens=16, block=8, steps=1, rounds=1)
     assert {"threshold", "llada", "fast_dllm", "eb"} < set(result["share"])
     assert not {"freedave", "lopa"} & set(result["share"])
-
-
-@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 200])
-def test_largest_is_the_first_maximum(vocab: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    values = torch.randint(0, 5, (50, vocab), generator=generator).double()  # many ties
-    values[:3] = -torch.inf
-    value, token = largest(values)
-    for row in range(50):
-        numbers = values[row].tolist()
-        assert float(value[row]) == max(numbers)
-        assert int(token[row]) == numbers.index(max(numbers))
-    values[4, vocab // 2] = torch.nan
-    assert bool(largest(values)[0][4].isnan())
