@@ -291,30 +291,33 @@ def _html_cell(record: Mapping[str, Any], key: str, places: int) -> str:
     return f"<td>{shown}{band}</td>"
 
 
+def curve_series(records: Sequence[Record]) -> dict[str, tuple[str, str, float, dict[str, list[Any]]]]:
+    """What is drawn per source: heading, label, level of what is perfect, and per strategy (NFE, value, low, high)."""
+    found = {}
+    for source, truth in _truths(records).items():
+        key, level = ("gap", 0.0) if source in JUDGED_BY_KL else ("possible", 1.0)
+        series = {
+            name: sorted(
+                (point["nfe"], point[key], point[f"{key}_low"], point[f"{key}_high"])
+                for point in points
+                if point[key] is not None
+            )
+            for name, points in by_curve(records, source).items()
+        }
+        heading = f"{source}, length {truth['length']}, {truth['entropy']:.1f} nats"
+        label = "mean -log p minus entropy, nats" if key == "gap" else "share of possible sequences"
+        found[source] = heading, label, level, {name: points for name, points in series.items() if points}
+    return found
+
+
 def draw(records: Sequence[Record], folder: Path) -> dict[str, str]:
     """A picture per source in `folder`: signed gap, or share of possible sequences, against evaluations."""
     from mdlm.eval.plots import band_plot
 
     pictures = {}
-    for source, truth in _truths(records).items():
-        key, level = ("gap", 0.0) if source in JUDGED_BY_KL else ("possible", 1.0)
-        series = {
-            name: [
-                (point["nfe"], point[key], point[f"{key}_low"], point[f"{key}_high"])
-                for point in points
-                if point[key] is not None
-            ]
-            for name, points in by_curve(records, source).items()
-        }
+    for source, (heading, label, level, series) in curve_series(records).items():
         path = folder / f"{source}.svg"
-        band_plot(
-            {name: points for name, points in series.items() if points},
-            path,
-            title=f"{source}, length {truth['length']}, {truth['entropy']:.1f} nats",
-            x_label="evaluations per sample (NFE)",
-            y_label="mean -log p minus entropy, nats" if key == "gap" else "share of possible sequences",
-            level=level,
-        )
+        band_plot(series, path, title=heading, x_label="evaluations per sample (NFE)", y_label=label, level=level)
         text = path.read_text(encoding="utf-8")
         pictures[source] = text[text.index("<svg") :]
     return pictures

@@ -1,9 +1,68 @@
-"""Line plots of measured or predicted numbers, as image files. `matplotlib` is imported only when one is drawn."""
+"""How numbers become pictures: panels of lines, with bands or error bars, as image files.
+
+`panels` draws what it is given; which numbers those are, other files say: `plot_kinds.py`, `calibration.py`, `mdlm
+plan`. `matplotlib` is imported only when a picture is drawn, and without its global state: no window, no style of the
+user's, the same picture everywhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+
+Point = tuple[float, float] | tuple[float, float, float, float]
+"""(x, y), or (x, y, low, high)."""
+Scale = Literal["linear", "log", "log2", "symlog"]
+SCALES: dict[Scale, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "log": ("log", {}),
+    "log2": ("log", {"base": 2}),
+    "symlog": ("symlog", {"linthresh": 1.0}),
+}
+STYLES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: one line per name through its points, in their order."""
+
+    series: Mapping[str, Sequence[Point]]
+    title: str
+    x_label: str
+    y_label: str
+    x_scale: Scale = "linear"
+    y_scale: Scale = "linear"
+    """`log2` has ticks at powers of 2; `symlog` is linear between -1 and 1."""
+    spread: Literal["band", "bars"] = "band"
+    """How low and high are drawn."""
+    level: float | None = None
+    """Height of a dashed line, e.g. of what would be perfect."""
+    diagonal: bool = False
+    """A dashed line through (0, 0) and (1, 1)."""
+    markers: bool = False
+    steps: bool = False
+    """Horizontal from each point to the next."""
+
+
+def panels(parts: Sequence[Panel], path: str | Path, columns: int = 2, title: str | None = None) -> Path:
+    """Draw panels side by side, `columns` in a row, into `path`, whose suffix (.png, .svg, .pdf) gives the format and
+    whose folder is made if need be.
+
+    Raises ValueError if matplotlib is not installed, for no panels, and for a suffix that is no picture.
+    """
+    if not parts or not any(points for panel in parts for points in panel.series.values()):
+        raise ValueError("there is nothing to draw: no panel has a point")
+    file = Path(path)
+    across = min(columns, len(parts))
+    down = -(-len(parts) // across)
+    figure = _figure(file, (8.5, 5.2) if len(parts) == 1 else (6.0 * across, 4.0 * down))
+    for number, panel in enumerate(parts, start=1):
+        _draw(figure.add_subplot(down, across, number), panel)
+    if title is not None:
+        figure.suptitle(title)
+    return _save(figure, file)
 
 
 def line_plot(
@@ -14,27 +73,11 @@ def line_plot(
     x_label: str,
     y_label: str,
     x_log: bool = False,
+    y_log: bool = False,
 ) -> None:
-    """One line per name through its (x, y) points, written to `path`; its suffix (.png, .svg, .pdf) gives the format.
-
-    Raises ValueError if matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib; install it with: pip install matplotlib") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, points in series.items():
-        axes.plot([x for x, _ in points], [y for _, y in points], label=name)
-    if x_log:
-        axes.set_xscale("log")
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.grid(True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+    """One line per name through its (x, y) points. Raises as `panels` does."""
+    scales: tuple[Scale, Scale] = ("log" if x_log else "linear", "log" if y_log else "linear")
+    panels([Panel(series, title, x_label, y_label, *scales)], path)
 
 
 def band_plot(
@@ -47,29 +90,61 @@ def band_plot(
     level: float = 0.0,
 ) -> None:
     """One line with its band per name through (x, y, low, high), x logarithmic, y logarithmic beyond 1 around 0; a
-    dashed line at `level`. Written to `path`; its suffix gives the format.
+    dashed line at `level`. Raises as `panels` does."""
+    ordered = {name: sorted(points) for name, points in series.items()}
+    panels([Panel(ordered, title, x_label, y_label, "log2", "symlog", level=level, markers=True)], path)
 
-    Raises ValueError if matplotlib is not installed.
-    """
+
+def _figure(file: Path, size: tuple[float, float]) -> Any:
     try:
-        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plots need matplotlib; install it with: pip install 'mdlm-torch[eval]'") from error
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    allowed = FigureCanvasAgg.get_supported_filetypes()
+    if file.suffix[1:].lower() not in allowed:
+        raise ValueError(f"{file} does not end like a picture; give a name that ends in {', '.join(sorted(allowed))}")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    styles = ("-", "--", ":", "-.")
-    for number, (name, points) in enumerate(series.items()):
-        x, y, low, high = (list(values) for values in zip(*sorted(points)))
-        (line,) = axes.plot(x, y, label=name, marker="o", markersize=3, linestyle=styles[number // 10 % len(styles)])
-        axes.fill_between(x, low, high, alpha=0.15, color=line.get_color())
-    axes.axhline(level, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    return figure
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    drawn = {name: points for name, points in panel.series.items() if points}
+    for number, (name, points) in enumerate(drawn.items()):
+        x, y, *spread = (list(values) for values in zip(*points, strict=True))
+        look = {
+            "label": name,
+            "linestyle": STYLES[number // 10 % len(STYLES)],
+            "marker": "o" if panel.markers or len(points) == 1 else None,
+            "markersize": 3.5,
+            "drawstyle": "steps-post" if panel.steps else "default",
+        }
+        if spread and panel.spread == "bars":
+            low, high = ([abs(value - edge) for value, edge in zip(y, edges)] for edges in spread)
+            axes.errorbar(x, y, yerr=[low, high], capsize=2, **look)
+            continue
+        (line,) = axes.plot(x, y, **look)
+        if spread:
+            axes.fill_between(x, *spread, alpha=0.15, color=line.get_color(), linewidth=0)
+    dashed = {"color": "gray", "linewidth": 0.9, "linestyle": "--"}
+    if panel.level is not None:
+        axes.axhline(panel.level, **dashed)
+    if panel.diagonal:
+        axes.plot([0, 1], [0, 1], **dashed)
+    for set_scale, scale in ((axes.set_xscale, panel.x_scale), (axes.set_yscale, panel.y_scale)):
+        name, options = SCALES[scale]
+        set_scale(name, **options)
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(True, alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
-    with matplotlib.rc_context({"svg.hashsalt": "curves"}):
-        figure.savefig(path)
+    if drawn and (len(drawn) > 1 or next(iter(drawn))):
+        axes.legend(fontsize="small", ncols=2 if len(drawn) > 6 else 1)
+
+
+def _save(figure: Any, file: Path) -> Path:
+    import matplotlib
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "mdlm"}):  # else every drawing of the same numbers is another file
+        figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else None)
+    return file
