@@ -22,6 +22,7 @@ from mdlm.checkpoint import STATE_FILE, STATE_FOLDER, provenance, read_state
 from mdlm.data import DataConfig, open_data
 from mdlm.denoiser import ModelDenoiser
 from mdlm.eval.likelihood import NelboProtocol
+from mdlm.eval.likelihood_block import with_own_blocks
 from mdlm.eval.likelihood_text import Edge, EvaluationRows, TextProtocol, held_out_rows, open_rows
 from mdlm.load import load_model, model_folder
 from mdlm.objective import Masking
@@ -110,6 +111,7 @@ def evaluate(
     )
     folder = model_folder(checkpoint)
     model, tokenizer = load_model(folder, dtype, own_device(device))
+    protocol = with_own_blocks(protocol, ModelDenoiser(model))
     trained = _training_data(folder)
     config = dataclasses.replace(trained or DataConfig(seq_len=model.config.max_position_embeddings), workers=0)
     if data is not None:

@@ -10,7 +10,8 @@ Standard error. Times are stratified over groups of `strata_rows` consecutive ro
 of the variance that comes from t, and makes the rows of a group dependent. So the independent unit is the group (the
 row, for `sampling="uniform"`): the error is that of a ratio of sums over groups. It holds for the mean over an endless
 supply of such rows, so it covers the choice of text as well as the noise, and is larger than the noise alone where the
-text is fixed; with few groups it is itself uncertain. Models with blocks: `likelihood_block.py`. Read next: `sources.py`, where all of this is checked.
+text is fixed; with few groups it is itself uncertain. Models with blocks are evaluated block by block
+(`likelihood_block.py`). Read next: `sources.py`, where all of this is checked.
 """
 
 from __future__ import annotations

@@ -228,6 +228,22 @@ class ModelDenoiser:
         return self.model.config.shift_logits
 
     @torch.no_grad()
+    def by_blocks(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        clean: Int[Tensor, "batch seq"],
+        *,
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+        position_ids: Int[Tensor, "batch seq"] | None = None,
+        at: Bool[Tensor, "batch seq"],
+    ) -> Float[Tensor, "rows tokens"]:
+        """See `eval/likelihood_block.py`; one forward of rows twice as long, for models with `block_size`."""
+        out = self.model(
+            tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at, clean_ids=clean
+        )
+        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens, overwrite=True)
+
+    @torch.no_grad()
     def key_values(self, rows: int, seq: int) -> KeyValues:
         """See `CachedDenoiser`."""
         check_kv(self.model.config)
