@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import reference_block as rb
+import reference_model as ref
 import torch
 from model_tools import VOCAB, batch
+from reference import allowed_log_softmax
 from torch import Tensor
 
 from mdlm.data import Batch
@@ -58,3 +61,14 @@ def loss_and_gradient(model: Any, parts: list[NoisedBatch], loss: Objective) -> 
         terms.backward()
         total += terms.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def predictor(model: Any) -> rb.Predict:
+    """The reference model with the weights of this one."""
+    config = model.config
+    weights = {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
+    shape = ref.Shape(
+        config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers, config.rope_theta,
+        config.rms_norm_eps, config.block_size, config.shift_logits,
+    )  # fmt: skip
+    return lambda *row: allowed_log_softmax(ref.logits(weights, shape, *row), MASK, VOCAB)

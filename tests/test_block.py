@@ -8,25 +8,13 @@ import pytest
 import reference_block as rb
 import reference_model as ref
 import torch
-from block_tools import MASK, SIZES, layout_batch, loss_and_gradient, objective, rows_batch
+from block_tools import MASK, SIZES, layout_batch, loss_and_gradient, objective, predictor, rows_batch
 from model_tools import VOCAB, make_model
-from reference import allowed_log_softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention as flex_utils
 
 from mdlm.attention import document_ids, flex_block_mask, token_positions, visible_twice
 from mdlm.data import Batch
-
-
-def predictor(model: Any) -> rb.Predict:
-    config = model.config
-    weights = {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
-    shape = ref.Shape(
-        config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers, config.rope_theta,
-        config.rms_norm_eps, config.block_size, config.shift_logits,
-    )  # fmt: skip
-    return lambda *row: allowed_log_softmax(ref.logits(weights, shape, *row), MASK, VOCAB)
-
 
 # --- the model ----------------------------------------------------------------------------------------------------
 
