@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -22,6 +23,7 @@ from mdlm.tokenization import TokenizerConfig
 from mdlm.training.drift import DriftConfig
 from mdlm.training.lr import LRSchedule
 from mdlm.training.optim import OptimConfig
+from mdlm.training.outer_config import OuterConfig, preset_values
 
 
 def _require(condition: bool, flag: str, value: object, allowed: str) -> None:
@@ -226,6 +228,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the flags that do not go together."""
@@ -240,10 +243,16 @@ class TrainConfig:
                 f"--objective.warmup_steps ({self.objective.warmup_steps}) and --train.corruption_warmup "
                 f"({self.train.corruption_warmup}) both set the corruption warm-up; set one of them to 0"
             )
+        if self.objective.search_range and not self.validation.every:
+            raise ValueError("--objective.search_range searches at every validation: set --validation.every")
         if self.lora.r is not None and self.model.init_from is None:
             raise ValueError(f"--lora.r {self.lora.r} trains beside the weights of a model: set --model.init_from")
         if self.tokenizer.path is not None and self.model.init_from is not None:
             raise ValueError("--model.init_from brings its own tokenizer; remove --tokenizer.path")
+        if self.outer.preset == "none" and self.outer != OuterConfig():
+            raise ValueError("--outer options have no effect without --outer.preset; give one (or custom)")
+        if self.outer.preset == "muloco" and self.optim.name != "muon":
+            raise ValueError(f"--outer.preset muloco is Muon inside; --optim.name is {self.optim.name}")
 
 
 class _Parser(ArgumentParser):
@@ -302,7 +311,10 @@ def parse_config(argv: Sequence[str] | None = None, prog: str = "python -m mdlm.
     parser.add_argument("--overwrite", action=ActionYesNo, nargs="?", default=False, help=overwrite)
     parser.add_class_arguments(TrainConfig, skip={"overwrite"})
     parser.link_arguments("seed", "data.seed")
-    options = parser.instantiate(parser.parse_args(None if argv is None else list(argv)))
+    given = sys.argv[1:] if argv is None else list(argv)
+    without_printing = [argument for argument in given if not argument.startswith("--print_config")]
+    parser.set_defaults(preset_values(parser.parse_args(without_printing).outer.preset))
+    options = parser.instantiate(parser.parse_args(given))
     return TrainConfig(**{f.name: options[f.name] for f in dataclasses.fields(TrainConfig)})
 
 

@@ -6,6 +6,7 @@ quickly: MDLM (2406.07524) and its code train with decay 0.9999 under this rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -51,12 +52,12 @@ class EMA:
         )
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Moves the average towards the model's weights by 1 - effective decay."""
+    def update(self, model: nn.Module, steps: int = 1) -> None:
+        """Moves the average towards the model's weights by 1 - effective decay, as if `steps` times over."""
         average, current = self._pairs(model)
-        weight = 1.0 - effective_decay(self.decay, self.updates)
-        torch._foreach_lerp_(average, [c.to(torch.float32) for c in current], weight)
-        self.updates += 1
+        kept = math.prod(effective_decay(self.decay, self.updates + i) for i in range(steps))
+        torch._foreach_lerp_(average, [c.to(torch.float32) for c in current], 1.0 - kept)
+        self.updates += steps
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:

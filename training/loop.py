@@ -30,8 +30,9 @@ from mdlm.objective import NoisedBatch
 from mdlm.rng import hash_counters
 from mdlm.training.config import TrainConfig, as_dict
 from mdlm.training.metrics import Metrics
+from mdlm.training.noise_range import search_is_due, search_range
 from mdlm.training.optim import set_learning_rate
-from mdlm.training.setup import Run, build_objective, clear_output, set_up
+from mdlm.training.setup import Run, build_objective, clear_output, set_up, shared_facts
 from mdlm.training.snapshot import load, open_stream, save, undone
 from mdlm.training.watch import check_preview, preview, validate
 
@@ -73,7 +74,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step tells the loop; the same on every process."""
+    """What one step tells the loop; the same on every process (with islands: of the island)."""
 
     grad_norm: float
     """L2 norm of the global batch's gradient before clipping."""
@@ -82,6 +83,8 @@ class StepResult:
     stop: bool
     """Some process was asked to stop."""
     seconds: float
+    masked_tokens: int
+    """Supervised in this step, by all processes that share it."""
 
 
 def train(config: TrainConfig) -> Path | None:
@@ -101,6 +104,8 @@ def start(config: TrainConfig) -> Run:
     else:
         fix_length(run)
     run.stream = open_stream(run)
+    if run.outer is not None:
+        run.outer.verify(shared_facts(run))
     clear_output(run)
     return run
 
@@ -116,7 +121,9 @@ def train_to_end(run: Run) -> Path | None:
             return None
         flops, peak = _arithmetic(run)
         config = as_dict(run.config)
-        metrics = Metrics(run.accelerator, Path(run.config.output_dir), config, run.step, run.total_steps)
+        metrics = Metrics(
+            run.accelerator, Path(run.config.output_dir), config, run.step, run.total_steps, main=run.team.is_main
+        )
         with metrics, StopSignals() as signals:
             metrics.say(_introduction(run))
             metrics.log("start", run.step, {"config": config, **provenance(), "matmul_peak": peak})
@@ -133,6 +140,8 @@ def finish(run: Run) -> None:
     """
     if run.stream is not None:
         run.stream.close()
+    if run.outer is not None:
+        run.outer.close()
     run.model = run.core
     run.accelerator.free_memory()
     gc.collect()
@@ -143,18 +152,21 @@ def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Pat
     every = run.config
     saved: Path | None = None
     while run.step < run.total_steps:
+        if search_is_due(run):
+            metrics.log("noise_range", run.step, search_range(run))
         result = optimizer_step(run, stop=signals.received is not None)
         rates.add(run, result)
         metrics.step(run.step)
         last = run.step == run.total_steps
+        stop = result.stop if run.outer is None else _outer_step(run, metrics, result, last)
         if run.step % every.train.log_every == 0 or last:
             metrics.log("train", run.step, rates.summary(run))
         check_divergence(run)
         if run.drift is not None and run.step % every.drift.every == 0:
             metrics.log("drift", run.step, run.drift.measure(run.step))
-        if (every.checkpoint.every and run.step % every.checkpoint.every == 0) or last or result.stop:
+        if (every.checkpoint.every and run.step % every.checkpoint.every == 0) or last or stop:
             saved = save(run)
-        if result.stop:
+        if stop:
             break
         if every.validation.every and (run.step % every.validation.every == 0 or last):
             metrics.log("validation", run.step, validate(run))
@@ -163,10 +175,26 @@ def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Pat
                 metrics.log("preview", run.step, {"text": text})
                 metrics.say(f"--- step {run.step}\n{text}\n---")
     assert saved is not None, "the last step is always saved"
-    if result.stop and run.step < run.total_steps:
+    if run.step < run.total_steps:
         metrics.log("event", run.step, {"text": "stopped by a signal"})
         metrics.say(f"stopped by a signal at step {run.step} of {run.total_steps}; --resume auto goes on from {saved}")
     return saved
+
+
+def _outer_step(run: Run, metrics: Metrics, result: StepResult, last: bool) -> bool:
+    """What the outer step does after an optimizer step; whether all islands stop now."""
+    assert run.outer is not None
+    moment = run.outer.after_step(run.step, result.masked_tokens, result.stop, last)
+    read = run.step * run.config.train.global_batch * run.config.data.seq_len / run.links.islands
+    for record in moment.records:
+        metrics.log("outer", run.step, {**record, "bytes_per_token": record["bytes_total"] / read})
+    for event in moment.events:
+        metrics.log("event", run.step, {"text": event})
+        metrics.say(f"step {run.step}: {event}")
+    if moment.moved and run.ema is not None:
+        with run.outer.published(None):
+            run.ema.update(run.core, moment.moved)
+    return moment.stop
 
 
 def optimizer_step(run: Run, stop: bool = False) -> StepResult:
@@ -177,51 +205,63 @@ def optimizer_step(run: Run, stop: bool = False) -> StepResult:
     """
     started = time.perf_counter()
     accelerator, config = run.accelerator, run.config.optim
-    noised, denominator, stop_votes = noise_global_batch(run, stop)
-    scale = accelerator.num_processes / denominator  # DDP and FSDP2 average over processes; a sum is wanted
+    dense = run.outer is not None and run.outer.dense(run.step)
+    noised, shared, denominator = noise_global_batch(run, stop, dense)
+    whole, stop_votes = shared[0], shared[1]  # normaliser of all rows of this step; of the island's: `denominator`
+    scale = run.team.size / whole  # DDP and FSDP2 average over processes; a sum is wanted
     set_learning_rate(run.optimizer, run.config.lr_schedule.factor(run.step, run.total_steps))
     sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
     for index, micro in enumerate(noised):
         last = index == len(noised) - 1
         accelerator.sync_gradients = last
         if run.config.lora.dropout:
-            torch.manual_seed(int(hash_counters(run.config.seed, run.step, index, accelerator.process_index)))
+            torch.manual_seed(int(hash_counters(run.config.seed, run.step, index, run.links.rank)))
         with nullcontext() if last else accelerator.no_sync(run.model):
             terms = run.objective.numerator(run.model, micro)
             # 0 * loss is NaN if the loss is not finite, which spoils the gradient on every process: no vote is needed
             accelerator.backward(terms.loss * (scale + 0.0 * terms.loss.detach()).float())
         sums += torch.stack([terms.loss.detach().double() / denominator, terms.nll_sum, terms.masked_count.double()])
+    if dense:
+        assert run.outer is not None
+        run.outer.share_gradients()
     limit = math.inf if config.clip_norm is None else config.clip_norm
     norm = _whole(accelerator.clip_grad_norm_(run.model.parameters(), limit), accelerator.device)
-    grad_norm, votes = torch.stack([norm, stop_votes]).tolist()  # the step's one wait for the device
+    grad_norm, votes, masked = torch.stack([norm, stop_votes, shared[2]]).tolist()  # the step's one wait
     skipped = not math.isfinite(grad_norm)
     if skipped and run.uses_deepspeed and not run.optimizer.step_was_skipped:
         raise TrainingDiverged(_what_to_do(run, "the gradient was not finite, and DeepSpeed has already applied it"))
     if not skipped or accelerator.scaler is not None:  # an fp16 scaler leaves the update out itself, and must know
         run.optimizer.step()
     run.optimizer.zero_grad()
-    if not skipped and run.ema is not None:
+    if not skipped and run.ema is not None and (run.outer is None or dense):  # later it follows the anchors
         run.ema.update(run.core)
     run.step += 1
     run.skipped_steps += skipped
     run.bad_in_a_row = run.bad_in_a_row + 1 if skipped else 0
     if not skipped:
         run.unlogged.append(sums)
-    return StepResult(grad_norm, skipped, votes > 0, time.perf_counter() - started)
+    return StepResult(grad_norm, skipped, votes > 0, time.perf_counter() - started, int(masked))
 
 
-def noise_global_batch(run: Run, stop: bool) -> tuple[list[NoisedBatch], Tensor, Tensor]:
-    """This process's noised micro-batches, the normaliser of the whole global batch, and how many want to stop.
+def noise_global_batch(run: Run, stop: bool, dense: bool) -> tuple[list[NoisedBatch], Tensor, Tensor]:
+    """This process's noised micro-batches; (normaliser, stop votes, masked tokens) of the step; the team's normaliser.
 
-    The two numbers travel in one small all-reduce, the only one of the step besides the gradients'.
+    The numbers travel in one small all-reduce, the only one of the step besides the gradients'. In a dense step they
+    are those of all islands, else of this one, which trains on its part of the global batch by itself.
     """
     assert run.stream is not None
     noised = [run.objective.noise(next(run.stream), run.step) for _ in range(run.accumulation)]
     denominator = sum((run.objective.denominator(micro) for micro in noised), torch.zeros((), dtype=torch.float64))
-    shared = torch.stack([denominator, torch.tensor(float(stop), dtype=torch.float64)]).to(run.accelerator.device)
-    run.all_reduce(shared)
+    masked = sum((micro.masked.sum() for micro in noised), torch.zeros((), dtype=torch.int64))
+    numbers = torch.tensor([float(denominator), float(stop), float(masked)], dtype=torch.float64)
+    shared = run.team.all_reduce(numbers.to(run.accelerator.device))
+    own = torch.where(shared[0] > 0, shared[0], 1.0)  # nothing maskable: loss 0, not 0 / 0
+    if dense:
+        assert run.outer is not None
+        shared = run.outer.total(shared)
+    shared[0] = torch.where(shared[0] > 0, shared[0], 1.0)
     moved = [micro.to(run.accelerator.device, non_blocking=True) for micro in noised]
-    return moved, torch.where(shared[0] > 0, shared[0], 1.0), shared[1]  # nothing maskable: loss 0, not 0 / 0
+    return moved, shared, own
 
 
 def _whole(norm: Tensor | float, device: torch.device) -> Tensor:
@@ -272,7 +312,8 @@ def _seconds_per_step(run: Run, steps: int) -> float:
 def _largest(run: Run, value: float) -> float:
     """The largest of the processes' values, on every process."""
     shared = torch.tensor(value, dtype=torch.float64, device=run.accelerator.device)
-    return run.all_reduce(shared, largest=True).item()
+    largest = run.team.all_reduce(shared, largest=True).item()
+    return largest if run.outer is None else run.outer.largest(largest)
 
 
 class Rates:
@@ -293,11 +334,12 @@ class Rates:
         """The metrics since the last call; joins the processes' losses, so every process must call it."""
         good = len(run.unlogged)
         sums = torch.stack(run.unlogged).sum(0) if good else torch.zeros(3, dtype=torch.float64)
-        loss, nll, masked = run.all_reduce(sums.to(run.accelerator.device)).tolist()
+        loss, nll, masked = run.team.all_reduce(sums.to(run.accelerator.device)).tolist()
         run.unlogged.clear()
+        islands = run.links.islands  # their speeds are taken to be alike: nobody asks across islands
         step_tokens = run.config.train.global_batch * run.config.data.seq_len
         speed = self._steps * step_tokens / self._seconds
-        share = masked / (good * step_tokens) if good else 0.0
+        share = masked / (good * step_tokens / islands) if good else 0.0
         eta = (run.total_steps - run.step) * self._seconds / self._steps
         self._steps, self._seconds = 0, 0.0
         return {
@@ -309,7 +351,7 @@ class Rates:
             "grad_norm": self._grad_norm,
             "tokens": run.step * step_tokens,
             "tokens_per_second": speed,
-            "mfu": None if self._peak is None else speed * self._flops(share) / self._peak,
+            "mfu": None if self._peak is None else speed / islands * self._flops(share) / self._peak,
             "eta_seconds": eta,
             "skipped_steps": run.skipped_steps,
         }
@@ -326,10 +368,10 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
     frozen = any(not p.requires_grad for p in run.core.parameters())  # whose gradients cost nothing: no honest MFU
     if not run.config.train.measure_peak or frozen:
         return flops, None
-    run.accelerator.wait_for_everyone()  # processes that share a machine measure what is left of it to each
+    run.team.barrier()  # processes that share a machine measure what is left of it to each
     own = matmul_peak(run.accelerator.device, _DTYPES[run.config.train.precision])
     peak = torch.tensor(own, dtype=torch.float64, device=run.accelerator.device)
-    return flops, run.all_reduce(peak).item()
+    return flops, run.team.all_reduce(peak).item()
 
 
 def _introduction(run: Run) -> str:
@@ -340,7 +382,7 @@ def _introduction(run: Run) -> str:
     start = f"from step {run.step} of {run.resumed_from}" if run.resumed_from else "from step 0"
     return (
         f"{parameters / 1e6:.2f} M parameters{share}; {batch.global_batch} rows of {run.config.data.seq_len} tokens a "
-        f"step = {run.accelerator.num_processes} process(es) x {run.accumulation} x {run.micro_batch}; "
+        f"step = {run.links.world} process(es) x {run.accumulation} x {run.micro_batch}; "
         f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}\n"
         f"{run.data.report_for(batch.global_batch)}"
     )

@@ -1,8 +1,9 @@
 """Where the numbers of a run go: `metrics.jsonl` always, a tracker if asked for, a progress bar or lines for the eye.
 
 Each line of `metrics.jsonl` is one JSON object with `kind` ("start", "train", "validation", "preview", "drift",
-"event") and `step`, the number of optimizer steps made. Units: losses in nats per token, `tokens_per_second` over all
-processes, `mfu` as a fraction of the matmul peak measured at the start. Read next: `loop.py`.
+"outer", "event") and `step`, the number of optimizer steps made. Units: losses in nats per token, `tokens_per_second`
+over all processes, `mfu` as a fraction of the matmul peak measured at the start. With islands each has a file of its
+own, with its own loss. Read next: `loop.py`.
 """
 
 from __future__ import annotations
@@ -77,9 +78,11 @@ class Metrics:
         first_step: int,
         total_steps: int,
         console: Console | None = None,
+        main: bool | None = None,
     ) -> None:
+        """`main`: this process writes the file (None: if it is accelerate's main process, which alone prints)."""
         self._accelerator = accelerator
-        self._main = accelerator.is_main_process
+        self._main = accelerator.is_main_process if main is None else main
         self._total = total_steps
         self._tracking = config["tracker"] != "none"
         if self._tracking:
@@ -87,7 +90,7 @@ class Metrics:
         if not self._main:
             return
         self._lines = JsonLines(folder / "metrics.jsonl", keep_until_step=first_step)
-        self._console = console or Console()
+        self._console = console or Console(quiet=not accelerator.is_main_process)
         self._progress: Progress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,7 @@ class OuterStep:
         self.alone = exchange is None
         self.exchange: Exchange = Alone() if exchange is None else exchange
         self.schedule = Schedule(config.every, config.fragments, config.landing, config.start_step)
+        self.model = model
         self.parameters = _trainable(model)
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         embeddings = frozenset(name for name, p in self.parameters.items() if id(p) in tables)
@@ -173,6 +174,15 @@ class OuterStep:
         """Takes the parameters as they are as the anchors: the end of the dense phase."""
         for anchor, fragment in zip(self.anchors, self.fragments):
             anchor.copy_(gather(fragment, self.parameters, self.device))
+
+    def adopt(self, anchors: Sequence[Tensor]) -> None:
+        """Goes on from these anchors, as an island does that joins others: what it has in flight, and the round that it
+        has begun, are dropped."""
+        for own, anchor, fragment in zip(self.anchors, anchors, self.fragments):
+            own.copy_(anchor)
+            scatter(fragment, own, self.parameters)
+        self._flights = [[] for _ in self.fragments]
+        self._tokens, self._steps = [0] * len(self.fragments), [0] * len(self.fragments)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -283,7 +293,9 @@ class OuterStep:
         rolled_back = merged.rolled_back if merged else ()
         if self.config.overlap == "eager":
             direction = self._eager(f, flight, merged)
-        if direction is not None:
+        if merged is not None and merged.anchor is not None:
+            self.anchors[f].copy_(merged.anchor)
+        elif direction is not None:
             self._apply(f, direction, rolled_back)
         values = self.anchors[f]
         if merged and merged.share > 0 and self.config.alpha > 0:

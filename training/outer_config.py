@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -109,9 +111,65 @@ class CompressConfig:
 
 
 @dataclass(frozen=True)
+class SyncerConfig:
+    """Islands that do not wait for each other, but for a process that holds the anchors (`syncer.py`)."""
+
+    quorum: int = 1
+    """Islands without which a fragment is not merged (islands that are gone do not count)."""
+    grace: float | None = None
+    """Seconds that further islands are then waited for; null: as long as those that are there can go on training."""
+    relay: int = 0
+    """A syncer below another: pushes of a fragment after which it reports to that one; 0: it never does."""
+    mix: float = 0.25
+    """A syncer below another: weight of the answer in its new anchor, in (0, 1]."""
+    upper_lr: float = 0.3
+    """The upper syncer's learning rate; momentum and buffer are those of its optimizer, which is of the same kind."""
+    upper_momentum: float = 0.5
+    """The upper syncer's momentum."""
+    upper_buffer: int = 2
+    """The upper syncer's buffer (delayed_nesterov)."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the flag."""
+        _require(self.quorum >= 1, "syncer.quorum", self.quorum, "1 or more")
+        _require(self.grace is None or self.grace >= 0, "syncer.grace", self.grace, "0 or more, or null")
+        _require(self.relay >= 0, "syncer.relay", self.relay, "0 or more")
+        _require(0 < self.mix <= 1, "syncer.mix", self.mix, "in (0, 1]")
+        _require(self.upper_lr > 0, "syncer.upper_lr", self.upper_lr, "positive")
+        _require(0 <= self.upper_momentum < 1, "syncer.upper_momentum", self.upper_momentum, "in [0, 1)")
+        _require(self.upper_buffer >= 1, "syncer.upper_buffer", self.upper_buffer, "1 or more")
+
+
+@dataclass(frozen=True)
 class OuterConfig:
     """The outer step between islands. The pseudo-gradient is anchor - local everywhere: a descent direction."""
 
+    preset: Literal[
+        "none",
+        "custom",
+        "local_sgd",
+        "diloco",
+        "streaming",
+        "eager",
+        "diloco_x",
+        "muloco",
+        "noloco",
+        "sparse_loco",
+        "edit",
+    ] = "none"
+    """The published method whose values the options below take where they are not given; custom: the defaults shown
+    here; none: no outer step."""
+    islands: int = 1
+    """Groups of processes that train apart. With several in one launch they are equal parts of its processes, in
+    order of rank; 1 without a rendezvous: the outer step of one island (SNOO, Lookahead)."""
+    rendezvous: str | None = None
+    """host:port where the islands meet if each has a launch of its own; island 0 listens there."""
+    island: int | None = None
+    """With a rendezvous: the number of this launch's island, from 0."""
+    timeout: float | None = None
+    """Seconds an island is waited for; null: five times the longest round so far, 300 at least (1800 in the first)."""
+    new_islands: bool = False
+    """On a resume from another number of islands: all go on from the anchors of island 0's checkpoint."""
     every: int = 100
     """Optimizer steps between two exchanges of the same parameter (H)."""
     start_step: int = 0
@@ -149,6 +207,7 @@ class OuterConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the flag. Model-dependent bounds are checked where the model is known."""
+        self._check_launch()
         _require(self.every >= 1, "every", self.every, "1 or more")
         _require(self.start_step >= 0, "start_step", self.start_step, "0 or more")
         _require(self.lr > 0, "lr", self.lr, "positive")
@@ -188,6 +247,19 @@ class OuterConfig:
                 "norm or cosine bounds: it averages coordinates, not pseudo-gradients"
             )
 
+    def _check_launch(self) -> None:
+        _require(self.islands >= 1, "islands", self.islands, "1 or more")
+        _require(self.timeout is None or self.timeout > 0, "timeout", self.timeout, "positive, or null")
+        if (self.rendezvous is None) != (self.island is None):
+            raise ValueError(
+                f"--outer.rendezvous ({self.rendezvous}) and --outer.island ({self.island}) belong together: give both "
+                "for a launch per island, none for one launch of all islands"
+            )
+        if self.rendezvous is not None and self.island is not None:
+            well_formed = re.fullmatch(r"[^:\s]+:\d+", self.rendezvous) is not None
+            _require(well_formed, "rendezvous", self.rendezvous, "host:port")
+            _require(0 <= self.island < self.islands, "island", self.island, f"in [0, islands = {self.islands})")
+
     @property
     def landing(self) -> int:
         """Steps between the start of an exchange and its landing: 0, tau, or a whole round."""
@@ -208,7 +280,7 @@ def pair_growth(momentum: float, pull: float) -> float:
     return float(torch.linalg.eigvals(moments).abs().max())
 
 
-PRESETS: dict[str, OuterConfig] = {
+_METHODS: dict[str, OuterConfig] = {
     # Post-local SGD, 1808.07217: plain averaging; set start_step to the first decay of the learning rate
     "local_sgd": OuterConfig(every=16, optimizer="sgd", lr=1.0),
     # DiLoCo, 2311.08105
@@ -247,4 +319,22 @@ PRESETS: dict[str, OuterConfig] = {
     # EDiT, 2412.07210
     "edit": OuterConfig(every=128, lr=0.7, momentum=0.8, merge=MergeConfig(rule="edit", clip=10.0)),
 }
+
+PRESETS = {name: replace(config, preset=name) for name, config in _METHODS.items()}  # type: ignore[arg-type]
 """Method -> options. Each is a starting point: tune the outer learning rate for the number of islands."""
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """What a preset changes, by dotted option name ("outer.compress.codec"): the parser's defaults under it."""
+    values = dict(_differences(PRESETS[name], OuterConfig(), "outer.")) if name in PRESETS else {}
+    values.pop("outer.preset", None)
+    return values | ({"optim.name": "muon"} if name == "muloco" else {})
+
+
+def _differences(config: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for f in fields(config):
+        own, usual = getattr(config, f.name), getattr(default, f.name)
+        if is_dataclass(own):
+            yield from _differences(own, usual, f"{prefix}{f.name}.")
+        elif own != usual:
+            yield prefix + f.name, own

@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -38,13 +39,13 @@ from mdlm.tokenization import (
     prepare_tokenizer,
 )
 from mdlm.training import zero
-from mdlm.training.config import TrainConfig
+from mdlm.training.config import TrainConfig, as_dict
 from mdlm.training.drift import SpectralDrift
 from mdlm.training.ema import EMA
-from mdlm.training.metrics import check_tracker
-from mdlm.training.optim import build_optimizer
-
-_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+from mdlm.training.islands import Outer, make_outer
+from mdlm.training.links import Links, connect
+from mdlm.training.team import Team
+from mdlm.training.wrap import prepare, start_accelerator
 
 
 class StatePart(Protocol):
@@ -63,6 +64,8 @@ class Run:
 
     config: TrainConfig
     accelerator: Accelerator
+    links: Links
+    """This process's place among islands; without them one island, of all processes."""
     tokenizer: PreTrainedTokenizerBase
     data: Data
     core: MDLMForMaskedLM
@@ -86,6 +89,8 @@ class Run:
     """Where the stream of the checkpoint stood; None: at the beginning."""
     resumed_from: Path | None = None
     drift: SpectralDrift | None = None
+    outer: Outer | None = None
+    """The low-communication outer step (`--outer.preset`)."""
     parts: list[StatePart] = field(default_factory=list)
     """Saved and loaded with the run, by every process."""
     unlogged: list[Tensor] = field(default_factory=list)
@@ -101,66 +106,29 @@ class Run:
         """Whether accelerate trains through DeepSpeed (`zero.py`)."""
         return bool(self.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
-    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Tensor:
-        """Sum (or largest value) of `tensor`, changed in place, over the processes that share the global batch."""
-        if self.accelerator.num_processes > 1:
-            op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-            torch.distributed.all_reduce(tensor, op)
-        return tensor
+    @property
+    def team(self) -> Team:
+        """The processes that share each step."""
+        return self.links.team
+
+    def published(self) -> AbstractContextManager[None]:
+        """Context in which `core` holds the weights to publish: the average, or the anchors of the outer step."""
+        if self.outer is not None:
+            published: AbstractContextManager[None] = self.outer.published(self.ema)
+            return published
+        return nullcontext() if self.ema is None else self.ema.swapped_in(self.core)
 
     @property
     def micro_batch(self) -> int:
         """Rows per process and forward."""
-        return self.config.train.global_batch // (self.accelerator.num_processes * self.accumulation)
+        return self.config.train.global_batch // (self.links.world * self.accumulation)
 
 
-def start_accelerator(config: TrainConfig) -> Accelerator:
-    """The `Accelerator` of this process. Raises ValueError if launcher and configuration contradict each other."""
-    if "ACCELERATE_DYNAMO_BACKEND" in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"].upper() != "NO":
-        raise ValueError("accelerate's dynamo_backend would change the names of the weights; use --train.compile true")
-    precision = _PRECISION[config.train.precision]
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", precision):
-        raise ValueError(
-            f"accelerate was configured for mixed precision {asked}, the run for --train.precision "
-            f"{config.train.precision}; make them agree"
-        )
-    cpu = not torch.accelerator.is_available()
-    if precision == "fp16" and cpu:
-        raise ValueError("--train.precision fp16 needs a GPU; use bf16 or fp32 on the CPU")
-    check_tracker(config.tracker)
-    accelerator = Accelerator(
-        mixed_precision=precision,
-        cpu=cpu,
-        log_with=None if config.tracker == "none" else config.tracker,
-        project_dir=config.output_dir,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
-    )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            f"accelerate was configured for {accelerator.gradient_accumulation_steps} gradient accumulation steps; "
-            "leave it at 1 and set --train.micro_batch, from which the accumulation follows"
-        )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise ValueError(
-            f"{launched} processes were launched, but accelerate sees {accelerator.num_processes}: each would train "
-            "alone; check the accelerate configuration (accelerate env)"
-        )
-    kind = accelerator.distributed_type
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" and kind != DistributedType.FSDP:
-        raise ValueError("accelerate was configured for FSDP, which it does on GPUs only; train with DDP instead")
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise ValueError("FSDP version 1 is not supported: its flattened weights have no names; set fsdp_version: 2")
-    if kind in (DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise ValueError(f"{kind.value} is not supported; use DDP, FSDP2 or DeepSpeed")
-    return accelerator
-
-
-def check_output(config: TrainConfig) -> Path | None:
+def check_output(config: TrainConfig, links: Links) -> Path | None:
     """The checkpoint to resume from, after checking that nothing in the output folder would be lost.
 
-    Raises ValueError if the folder cannot be written to, or holds checkpoints that the run would have to delete.
+    With islands `--resume auto` is the newest that all of them have. Raises ValueError if the folder cannot be written
+    to, or holds checkpoints that the run would have to delete.
     """
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
@@ -168,8 +136,10 @@ def check_output(config: TrainConfig) -> Path | None:
     ancestor = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {folder} cannot be written to (no permission for {ancestor})")
-    resume = ck.resolve_resume(folder, config.resume)
+    resume = resolve(config, links)
     in_the_way = ck.list_checkpoints(folder)
+    if links.islands > 1 and config.resume == "auto" and not config.outer.new_islands:
+        return resume
     if resume is not None:
         done = ck.read_state(resume)["step"]
         in_the_way = [path for path in in_the_way if ck.step_of(path) > done]
@@ -182,36 +152,58 @@ def check_output(config: TrainConfig) -> Path | None:
     return resume
 
 
+def island_folder(folder: Path, island: int) -> Path:
+    """Where an island writes: island 0 into the output folder itself, the others below it."""
+    return folder / f"island-{island}" if island else folder
+
+
+def resolve(config: TrainConfig, links: Links) -> Path | None:
+    """The checkpoint of this island that `--resume` means."""
+    folder, asked = Path(config.output_dir), config.resume
+    if links.control is None or asked == "none":
+        return ck.resolve_resume(folder, asked)
+    if config.outer.new_islands:
+        return ck.resolve_resume(folder.parent if links.island and asked == "auto" else folder, asked)
+    if asked != "auto":
+        path = Path(asked)
+        return ck.resolve_resume(folder, str(island_folder(path.parent, links.island) / path.name))
+    everybody = [set(steps) for steps in links.control.gather([ck.step_of(c) for c in ck.list_checkpoints(folder)])]
+    common = set.intersection(*everybody)
+    if not common and any(everybody):
+        raise ValueError(
+            f"--resume auto: no checkpoint is there for all islands; they have {[sorted(steps) for steps in everybody]}"
+        )
+    return ck.checkpoint_path(folder, max(common)) if common else None
+
+
 def clear_output(run: Run) -> None:
     """Makes the output folder; deletes leftovers of interrupted saves and, with --overwrite, checkpoints in the way.
 
     Called when nothing but the training itself can fail any more.
     """
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
+    run.team.barrier()
+    if run.team.is_main:
         folder = Path(run.config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         ck.clean_leftovers(folder)
-        for path in ck.list_checkpoints(folder) if run.config.overwrite else []:
+        ahead = run.links.islands > 1 and run.config.resume == "auto"  # of what all islands have saved
+        for path in ck.list_checkpoints(folder) if run.config.overwrite or ahead else []:
             if run.resumed_from is None or ck.step_of(path) > run.step:
                 ck.delete_checkpoint(path)
-    run.accelerator.wait_for_everyone()
+    run.team.barrier()
 
 
-def make_tokenizer(config: TrainConfig, resume: Path | None, accelerator: Accelerator) -> PreTrainedTokenizerBase:
+def make_tokenizer(config: TrainConfig, resume: Path | None, team: Team) -> PreTrainedTokenizerBase:
     """The tokenizer configured; else the checkpoint's or that of `init_from`; else one that the main process trains."""
     if config.tokenizer.path is not None:
         return load_tokenizer(config.tokenizer.path)
     source = initial_folder(config) if resume is None else resume
     if source is not None:
         return load_tokenizer(source) if not _is_public(source) else _public_tokenizer(source)
-    trained: list[PreTrainedTokenizerBase | None] = [None]
-    if accelerator.is_main_process:
-        data = dataclasses.replace(config.data, seed=config.seed)
-        trained = [open_tokenizer(config.tokenizer, lambda: training_texts(data))]
-    broadcast_object_list(trained)
-    assert trained[0] is not None
-    return trained[0]
+    data = dataclasses.replace(config.data, seed=config.seed)
+    trained = open_tokenizer(config.tokenizer, lambda: training_texts(data)) if team.is_main else None
+    shared: PreTrainedTokenizerBase = team.share(trained)
+    return shared
 
 
 def initial_folder(config: TrainConfig) -> str | None:
@@ -298,8 +290,20 @@ def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, acceler
         "--lora": config.lora.describe(),
         "--train.freeze": list(config.train.freeze) or None,
         "an EMA (--train.ema)": config.train.ema is not None,
+        "an outer step (--outer.preset)": config.outer.preset != "none" or None,
         "the number of processes of DeepSpeed": accelerator.num_processes if deepspeed else None,
     }
+
+
+def shared_facts(run: Run) -> dict[str, Any]:
+    """What all islands must have in common, in a form that can be sent."""
+    options = as_dict(run.config)
+    per_launch = {"rendezvous", "island", "timeout"}
+    outer = {key: value for key, value in options["outer"].items() if key not in per_launch}
+    loop = {key: value for key, value in options["train"].items() if key not in ("micro_batch", "measure_peak")}
+    common = {name: options[name] for name in ("seed", "objective", "optim", "lr_schedule", "validation", "checkpoint")}
+    facts = fingerprint(run.config, run.tokenizer, run.accelerator)
+    return {**common, "outer": outer, "train": loop, **facts, "the step": run.step, "the length": run.total_steps}
 
 
 def build_objective(config: TrainConfig, model: MDLMForMaskedLM, total_steps: int) -> Objective:
@@ -315,26 +319,15 @@ def build_objective(config: TrainConfig, model: MDLMForMaskedLM, total_steps: in
     )
 
 
-def prepare(config: TrainConfig, accelerator: Accelerator, core: MDLMForMaskedLM) -> tuple[nn.Module, Any]:
-    """The wrapped model and optimizer. Compilation is in place, so no name in the state dict changes."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        zero.configure(config, accelerator)
-    if config.lora.r is not None and accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-        raise ValueError(f"--lora.r does not work with {accelerator.distributed_type.value} yet; train with DDP")
-    if config.train.compile:
-        sharded = accelerator.distributed_type == DistributedType.FSDP  # whose hooks sit between the layers
-        for part in core.model.layers if sharded else (core.model,):
-            part.compile(dynamic=False)
-    model, optimizer = accelerator.prepare(core, build_optimizer(core, config.optim))
-    return model, optimizer
-
-
 def set_up(config: TrainConfig) -> Run:
     """Checks everything and builds the run, at step 0 with its initial weights. Raises ValueError naming the flag."""
     accelerator = start_accelerator(config)
-    resume = check_output(config)
-    accumulation = config.train.accumulation(accelerator.num_processes)
-    tokenizer = chat_tokenizer(make_tokenizer(config, resume, accelerator), config.data.chat_template)
+    links = connect(config.outer, accelerator)
+    if links.island:
+        config = dataclasses.replace(config, output_dir=str(island_folder(Path(config.output_dir), links.island)))
+    resume = check_output(config, links)
+    accumulation = config.train.accumulation(links.world)
+    tokenizer = chat_tokenizer(make_tokenizer(config, resume, links.team), config.data.chat_template)
     core = make_model(config, resume, tokenizer)
     data = open_data(dataclasses.replace(config.data, seed=config.seed), tokenizer)
     if config.validation.every and data.validation is None:
@@ -342,11 +335,12 @@ def set_up(config: TrainConfig) -> Run:
             f"--validation.every is {config.validation.every}, but there is no validation text: set "
             "--data.validation_fraction or --data.validation_source, or --validation.every 0"
         )
-    model, optimizer = prepare(config, accelerator, core)
+    model, optimizer = prepare(config, accelerator, core, links.team if links.split else None)
     steps = config.train.steps or 0
     run = Run(
         config=config,
         accelerator=accelerator,
+        links=links,
         tokenizer=tokenizer,
         data=data,
         core=core,
@@ -361,6 +355,9 @@ def set_up(config: TrainConfig) -> Run:
     if run.uses_deepspeed:
         run.parts.append(zero.ZeroState(model))
     if config.drift.every:
-        run.drift = SpectralDrift(core, config.drift, accelerator.is_main_process)
+        run.drift = SpectralDrift(core, config.drift, links.team.is_main)
         run.parts.append(run.drift)
+    if config.outer.preset != "none":
+        run.outer = make_outer(core, config.outer, links, accelerator.distributed_type == DistributedType.FSDP)
+        run.parts.append(run.outer)
     return run

@@ -8,13 +8,13 @@ a reason. All functions here must be called by every process. Read next: `mdlm/c
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from mdlm import checkpoint as ck
@@ -45,34 +45,57 @@ def save(run: Run) -> Path:
     The main process writes everything; the others help gathering, and add files of their own only through `run.parts`.
     """
     assert run.stream is not None
-    folder, keep = Path(run.config.output_dir), run.accelerator.is_main_process
+    folder, keep = Path(run.config.output_dir), run.team.is_main
     if run.uses_deepspeed:
         weights, optimizer = gather_weights(run.core, keep), {}
     else:
         weights = gather_all(saved_weights(run), keep)
         optimizer = gather_all(named_optimizer_state(run.core, run.raw_optimizer), keep)
-    average = {} if run.ema is None else gather_all(run.ema.average, keep)
-    position = merge_states(gather_object([run.stream.state_dict()]))
+    published = {**weights, **_published(run, keep)}
+    position = merge_states(run.team.gather(run.stream.state_dict()))
     partial = ck.begin_checkpoint(folder, run.step) if keep else ck.partial_path(folder, run.step)
     if run.parts:
-        run.accelerator.wait_for_everyone()  # the folder is there
+        run.team.barrier()  # the folder is there
         for part in run.parts:
             part.save(partial / ck.STATE_FOLDER)
-        run.accelerator.wait_for_everyone()  # everybody has written
+        run.team.barrier()  # everybody has written
     if keep:
-        published = {**weights, **average}
         lora, base = run.config.lora, initial_folder(run.config)
         ck.write_model(partial, run.core.config, published if lora.r is None else {}, run.tokenizer)
         if lora.r is not None and base is not None:
             save_adapter(partial / ADAPTER_FOLDER, published, lora, base, base_hash(run.core))
         if optimizer:
             ck.write_tensors(partial / _OPTIMIZER, optimizer)
-        if run.ema is not None:
+        if _publishes_others(run):
             ck.write_tensors(partial / _RAW_WEIGHTS, weights)
         ck.commit_checkpoint(partial, _state(run, position))
-        ck.prune_checkpoints(folder, run.config.checkpoint.keep_last)
-    run.accelerator.wait_for_everyone()
+        ck.prune_checkpoints(folder, _kept(run, folder))
+    run.team.barrier()
     return ck.checkpoint_path(folder, run.step)
+
+
+def _publishes_others(run: Run) -> bool:
+    """Whether the weights that are published are not those that training goes on from."""
+    return run.ema is not None or run.outer is not None
+
+
+def _published(run: Run, keep: bool) -> dict[str, Tensor]:
+    if run.outer is None:
+        return {} if run.ema is None else gather_all(run.ema.average, keep)
+    with run.published():
+        return {name: tensor.clone() for name, tensor in gather_all(saved_weights(run), keep).items()}
+
+
+def _kept(run: Run, folder: Path) -> int:
+    """How many checkpoints to keep. With islands: back to the newest that all are known to have, at least, since an
+    island that is ahead would otherwise delete the only one that they could all resume from."""
+    last = run.config.checkpoint.keep_last
+    common = None if run.outer is None else run.outer.common_step()
+    if common is None:
+        return last
+    steps = [ck.step_of(path) for path in ck.list_checkpoints(folder)]
+    back_to = max((step for step in steps if step < common), default=0)
+    return max(last, sum(step >= back_to for step in steps))
 
 
 def saved_weights(run: Run) -> dict[str, Tensor]:
@@ -88,6 +111,7 @@ def _state(run: Run, position: dict[str, Any]) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "skipped_steps": run.skipped_steps,
         "bad_in_a_row": run.bad_in_a_row,
+        "noise_range": [run.objective.eps, run.objective.t_max],
         "ema_updates": None if run.ema is None else run.ema.updates,
         "scaler": None if scaler is None else scaler.state_dict(),
         "data": position,
@@ -117,6 +141,9 @@ def load(run: Run, checkpoint: Path) -> None:
             f"the run is now {run.total_steps} steps long instead of {state['total_steps']}: what is a fraction of it "
             "(learning rate, corruption warm-up) changes from here on"
         )
+    if run.config.objective.search_range:
+        eps, t_max = state["noise_range"]
+        run.objective = dataclasses.replace(run.objective, eps=eps, t_max=t_max)
     run.position = state["data"]
 
 
@@ -128,7 +155,7 @@ def _load_tensors(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
         published = read_adapter(checkpoint / ADAPTER_FOLDER)
     own = saved_weights(run)
     check_same_shapes(own, published, str(checkpoint))
-    raw = published if run.ema is None else ck.read_tensors(checkpoint / _RAW_WEIGHTS)
+    raw = ck.read_tensors(checkpoint / _RAW_WEIGHTS) if _publishes_others(run) else published
     restore_weights(own, raw, str(checkpoint))
     restore_optimizer(run.core, run.raw_optimizer, ck.read_tensors(checkpoint / _OPTIMIZER), str(checkpoint))
     if run.ema is not None:
@@ -158,8 +185,8 @@ def open_stream(run: Run) -> BatchStream:
     """This process's training batches from where the run stands. Raises ValueError if the data is not the same."""
     return run.data.train_batches(
         run.micro_batch,
-        rank=run.accelerator.process_index,
-        world=run.accelerator.num_processes,
+        rank=run.links.rank,
+        world=run.links.world,
         state=run.position,
         global_batch=run.config.train.global_batch,
     )

@@ -6,16 +6,19 @@ Both see the averaged weights where there is an average, since these are the mod
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 
 from mdlm.denoiser import ModelDenoiser
 from mdlm.eval.likelihood import NelboProtocol, accumulate, merge
 from mdlm.samplers import generate
+from mdlm.samplers.ancestral import Ancestral
+from mdlm.samplers.presets import build_strategy
+from mdlm.samplers.windows import Blocks
 from mdlm.training.setup import Run
 
 
@@ -24,7 +27,7 @@ def published_model(run: Run) -> Iterator[None]:
     """Within the block `run.core` is in evaluation mode and holds the weights that would be published."""
     run.core.eval()
     try:
-        with nullcontext() if run.ema is None else run.ema.swapped_in(run.core):
+        with run.published():
             yield
     finally:
         run.core.train()
@@ -34,12 +37,13 @@ def published_model(run: Run) -> Iterator[None]:
 
 
 def validate(run: Run) -> dict[str, Any]:
-    """NELBO of the validation rows, shared out over the processes; each must call it.
+    """NELBO of the validation rows, shared out over the processes (of the island: each measures
+    all rows, so that none waits for another); each must call it.
 
     The noise is a function of the row alone: values of different steps, runs and process counts can be compared.
     """
-    accelerator, data = run.accelerator, run.data
-    batches = data.validation_batches(run.micro_batch, rank=accelerator.process_index, world=accelerator.num_processes)
+    team, data = run.team, run.data
+    batches = data.validation_batches(run.micro_batch, rank=team.rank, world=team.size)
     with published_model(run):
         part = accumulate(
             ModelDenoiser(run.core),
@@ -47,7 +51,7 @@ def validate(run: Run) -> dict[str, Any]:
             NelboProtocol(samples=run.config.validation.draws),
             token_bytes=data.token_bytes if data.bytes_are_exact else None,
         )
-    result = merge(gather_object([part])).result(None if data.bytes_are_exact else round(data.validation_bytes))
+    result = merge(team.gather(part)).result(None if data.bytes_are_exact else round(data.validation_bytes))
     return {
         "nats_per_token": result.nats_per_token,
         "standard_error": result.standard_error,
@@ -71,15 +75,21 @@ def check_preview(run: Run) -> None:
 
 
 def preview(run: Run) -> list[str]:
-    """Each prompt with a sample after it, drawn by ancestral sampling at temperature 1; every process must call it."""
-    options = run.config.preview
+    """Each prompt with a sample after it, drawn by ancestral sampling at temperature 1; every process must call it.
+
+    A model with blocks writes them one by one, in as many steps together.
+    """
+    options, size = run.config.preview, run.core.config.block_size
+    strategy = build_strategy("ancestral", steps=options.steps)
+    if size is not None:
+        steps = max(1, round(options.steps * size / options.length))
+        strategy = replace(strategy, select=Ancestral(steps), window=Blocks(size, align="row"))
     with published_model(run), torch.compiler.set_stance("force_eager"):  # rows and shapes differ from call to call
         out = generate(
             run.core,
             run.tokenizer,
             list(options.prompts),
-            strategy="ancestral",
-            steps=options.steps,
+            strategy=strategy,
             max_new_tokens=options.length,
             seed=run.config.seed,
         )

@@ -1,0 +1,380 @@
+"""Islands in the training loop: when it exchanges, what it agrees on, what it saves.
+
+**How the loop uses it.** `setup.py` makes one `Outer` per process where `--outer.preset` is given (`run.outer`; None
+otherwise), after the model was wrapped (it sees shards) and before a checkpoint is loaded. Then, per optimizer step n
+(from 0) of `loop.py`:
+
+    outer.dense(n)              the step is shared by all islands (the dense phase):
+        outer.total(numbers)        normaliser and stop votes summed over islands, and
+        outer.share_gradients()     the gradients too, between the last backward and clipping
+    outer.after_step(n + 1, ..) after every *attempted* optimizer step: starts and lands exchanges, says what happened
+    with outer.published(ema)   the weights that are evaluated, shown and saved: the anchors
+    outer.save / outer.load     a part of the checkpoint (`StatePart`)
+    outer.close()
+
+**How another engine plugs in.** Either with an `Exchange` of its own (`exchange.py`: how a pseudo-gradient becomes the
+merged one), made in `make_exchange`; or as another class with the methods of `Outer`, chosen in `make_outer`.
+
+Islands meet only in `make_outer`'s caller `verify` (once), in dense steps, in exchanges, and where anchors differ by
+design (NoLoCo, eager) to publish their mean. A stop signal travels beside an exchange and is obeyed by all islands at
+its landing, so they stop at the same step without a word in between. Read next: `outer.py`, `links.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mdlm.training import packed
+from mdlm.training.ema import EMA
+from mdlm.training.exchange import Exchange, Merged, Message
+from mdlm.training.fragments import gather, local, scatter
+from mdlm.training.links import Links, minimum_in, total_in
+from mdlm.training.outer import Landed, OuterStep
+from mdlm.training.outer_config import OuterConfig
+from mdlm.training.routes import Inside, exchange
+from mdlm.training.team import Team
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What happened after one optimizer step."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """One per landed exchange, for the metrics (kind "outer")."""
+    events: list[str] = field(default_factory=list)
+    """What a person should know: an island was left out of a round."""
+    stop: bool = False
+    """All islands stop now."""
+    moved: int = 0
+    """Optimizer steps by which the anchors have just moved on; 0: they did not."""
+
+
+class Outer(Protocol):
+    """What the loop asks of an engine; see the head of this file."""
+
+    def dense(self, step: int) -> bool:
+        """Whether optimizer step `step` (from 0) is shared by all islands."""
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """Sum over the islands of numbers that the island's processes have summed already."""
+
+    def share_gradients(self) -> None:
+        """Adds up the islands' gradients, in place."""
+
+    def after_step(self, step: int, tokens: int, stop: bool, last: bool) -> Moment:
+        """After `step` attempted steps. `tokens`: masked tokens of the island's step; `stop`: it was asked to stop;
+        `last`: training ends here."""
+
+    def published(self, ema: EMA | None) -> Any:
+        """Context in which the model holds the weights to publish."""
+
+    def common_step(self) -> int | None:
+        """All islands have saved whatever they save at steps before this one; None: nobody else saves."""
+
+    def largest(self, value: float) -> float:
+        """Largest of the islands' values; at the start only."""
+
+    def verify(self, facts: Mapping[str, Any]) -> None:
+        """Raises ValueError unless all islands start from the same weights and `facts`."""
+
+    def save(self, folder: Path) -> None:
+        """`StatePart.save`."""
+
+    def load(self, folder: Path) -> None:
+        """`StatePart.load`."""
+
+    def close(self) -> None:
+        """Ends threads; nothing may be under way."""
+
+
+def make_outer(core: nn.Module, config: OuterConfig, links: Links, sharded: bool) -> Outer:
+    """The engine that the options ask for. `sharded`: the island's processes hold a shard of the parameters each."""
+    return Islands(core, config, links, sharded)
+
+
+def make_exchange(config: OuterConfig, links: Links, sharded: bool) -> Exchange | None:
+    """How this process exchanges; None: one island. Of equal replicas within an island only the main one does."""
+    if links.wide is None:
+        return None
+    team, inside = links.team, None
+    if sharded and links.inside is not None:
+        inside = Inside(minimum_in(links.inside), total_in(links.inside))
+    real = exchange(config, links.wide, inside) if sharded or team.is_main else None
+    return Joined(real, links.islands, team, sharded)
+
+
+class Joined:
+    """The exchange of an island of several processes: all of them take up a result, or none.
+
+    Shards are exchanged by every process with its peers; replicas by the main process, which hands the result on.
+    """
+
+    def __init__(self, real: Any, islands: int, team: Team, sharded: bool) -> None:
+        self.real, self.islands, self.team, self.sharded = real, islands, team, sharded
+
+    def start(self, message: Message) -> Callable[[], Merged]:
+        """Begins the exchange."""
+        wait = None if self.real is None else self.real.start(message)
+        return lambda: self._wait(message, wait)
+
+    def _wait(self, message: Message, wait: Callable[[], Merged] | None) -> Merged:
+        merged: Merged | None = None
+        problem: Exception | None = None
+        try:
+            merged = None if wait is None else wait()
+        except Exception as error:  # noqa: BLE001 - raised below, on every process of the island
+            problem = error
+        failed = torch.tensor(float(problem is not None), device=self.team.device)
+        if self.team.all_reduce(failed, largest=True).item():
+            raise problem or RuntimeError("the exchange of another process of this island failed")
+        if self.sharded or self.team.size == 1:
+            assert merged is not None
+            return merged
+        rest = self.team.share(None if merged is None else replace(merged, delta=torch.empty(0)))
+        delta = torch.empty_like(message.delta) if merged is None else merged.delta
+        return replace(rest, delta=self.team.copy_from(delta))
+
+    def rewind(self) -> None:
+        """See `Exchange`."""
+        if self.real is not None:
+            self.real.rewind()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self.real is not None:
+            self.real.rewind()
+            self.real.close()
+
+    def state_dict(self) -> dict[Any, Any]:
+        """See `Exchange`; replicas other than the main one remember nothing."""
+        return {} if self.real is None else self.real.state_dict()
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        """See `Exchange`."""
+        if self.real is not None:
+            self.real.load_state_dict(state)
+
+
+class Islands:
+    """The outer step over links: what one process of one island does. Implements `Outer`."""
+
+    def __init__(self, core: nn.Module, config: OuterConfig, links: Links, sharded: bool) -> None:
+        """Takes the parameters as they are as the anchors. Raises ValueError where options and model do not fit."""
+        self.config, self.links, self.sharded = config, links, sharded
+        self.exchange = make_exchange(config, links, sharded)
+        self.outer = OuterStep(core, config, self.exchange)
+        self.differ = links.islands > 1 and (config.merge.rule == "pairs" or config.overlap == "eager")
+        self._asked: list[tuple[int, Future[list[Any]]]] = []
+        self._moved_at = 0
+        self._known: int | None = None if links.islands == 1 else 0
+        self._bytes = 0
+        self._clock, self._longest = time.monotonic(), 0.0
+        self._resumed = False
+
+    def dense(self, step: int) -> bool:
+        """See `Outer`."""
+        return self.links.islands > 1 and self.outer.schedule.dense(step)
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """See `Outer`."""
+        assert self.links.wide is not None
+        return self.links.wide.sum_(numbers.cpu().clone()).to(numbers.device)
+
+    @torch.no_grad()
+    def share_gradients(self) -> None:
+        """See `Outer`. Replicas reduce a part each, and hand it on within the island."""
+        assert self.links.wide is not None
+        team = self.links.team
+        grads = [local(p.grad) for p in self.outer.parameters.values() if p.grad is not None]
+        flat = torch.cat([g.detach().reshape(-1).to("cpu", torch.float32) for g in grads])
+        shares = team.size if not self.sharded else 1
+        cuts = [len(flat) * i // shares for i in range(shares + 1)]
+        mine = team.rank if shares > 1 else 0
+        part = flat[cuts[mine] : cuts[mine + 1]]
+        self.links.wide.sum_(part)
+        self._bytes += 2 * 4 * len(part) * (self.links.islands - 1) // self.links.islands
+        for source in range(shares if shares > 1 else 0):
+            team.copy_from(flat[cuts[source] : cuts[source + 1]], source)
+        for g, summed in zip(grads, flat.split([g.numel() for g in grads])):
+            g.copy_(summed.view_as(g))
+
+    def after_step(self, step: int, tokens: int, stop: bool, last: bool) -> Moment:
+        """See `Outer`."""
+        self.outer.launch(step, tokens)
+        if self.dense(step - 1):
+            self._known = step - 1
+            return Moment(stop=stop)
+        if self.outer.schedule.starts(step):
+            self._renew_patience()
+            if self.links.control is not None:
+                lag = 2 * self.config.every if self.config.merge.rule == "pairs" else self.config.landing
+                self._asked.append((step + lag, self.links.control.ask(stop)))
+        landed = self.outer.land(step)
+        if last:
+            landed += self.outer.finish(step)
+        agreed = stop and self.links.control is None
+        while self._asked and self._asked[0][0] <= step:
+            agreed = agreed or any(self._asked.pop(0)[1].result())
+        moved = 0
+        if landed:
+            self._known = max((step - one.staleness for one in landed), default=0) if self._known is not None else None
+            moved, self._moved_at = step - max(self._moved_at, self.outer.schedule.start_step), step
+        return Moment([self._record(one) for one in landed], self._left_out(landed), agreed, moved)
+
+    @contextmanager
+    def published(self, ema: EMA | None) -> Iterator[None]:
+        """See `Outer`: the average if there is one, else the anchors; of NoLoCo and eager, the islands' mean."""
+        with self.outer.averaged() if ema is None else ema.swapped_in(self.outer.model):
+            if self.differ:
+                self._take_mean()
+            yield
+
+    def common_step(self) -> int | None:
+        """See `Outer`: an island that took part in an exchange has saved what it saves before that."""
+        return self._known
+
+    def largest(self, value: float) -> float:
+        """See `Outer`."""
+        return value if self.links.control is None else max(self.links.control.gather(value))
+
+    def verify(self, facts: Mapping[str, Any]) -> None:
+        """See `Outer`."""
+        if self.links.control is None:
+            return
+        where = repr((self.outer.schedule, self.outer.fragments))
+        own = {
+            **facts,
+            "fragments and shapes": hashlib.sha256(where.encode()).hexdigest(),
+            "initial weights": None if self._resumed and self.differ else self.outer.fingerprint(),
+        }
+        everybody = self.links.control.gather(own)
+        other = [(i, key) for i, theirs in enumerate(everybody) for key in own if theirs.get(key) != everybody[0][key]]
+        if other:
+            listed = "; ".join(f"{key} of island {i}" for i, key in other[:5])
+            raise ValueError(
+                f"the islands would never agree: {listed} differ(s) from island 0's; start all of them with the same "
+                "options, data, tokenizer and initial weights"
+            )
+
+    def save(self, folder: Path) -> None:
+        """One file per process: anchors, outer optimizers, residuals, messages in flight."""
+        packed.write(folder / self._file(self.links.team.rank), self._state())
+
+    def load(self, folder: Path) -> None:
+        """Raises ValueError if the file is another process's, or of another number of islands (`new_islands`)."""
+        team, config = self.links.team, self.config
+        path = folder / self._file(team.rank)
+        if not path.is_file():
+            raise ValueError(f"--resume: {path} is not there: this outer step has other processes per island")
+        state = packed.read(path)
+        own = {"island": self.links.island, "rank": team.rank, "processes": team.size, "sharded": self.sharded}
+        if config.new_islands:
+            del own["island"]
+        wrong = [f"{key} {state[key]} (here {value})" for key, value in own.items() if state[key] != value]
+        if wrong:
+            raise ValueError(f"--resume: {path} belongs to {', '.join(wrong)}")
+        self.outer.load_state_dict(state["outer"], config.new_islands)
+        self._moved_at, self._known, self._bytes = state["moved_at"], state["known"], state["bytes"]
+        self._resumed = True
+        if config.new_islands:
+            self._known = None if self.links.islands == 1 else 0
+
+    def close(self) -> None:
+        """See `Outer`."""
+        if isinstance(self.exchange, Joined):
+            self.exchange.close()
+        if self.links.control is not None:
+            self.links.control.close()
+
+    def _state(self) -> dict[str, Any]:
+        team = self.links.team
+        return {
+            "island": self.links.island,
+            "rank": team.rank,
+            "processes": team.size,
+            "sharded": self.sharded,
+            "moved_at": self._moved_at,
+            "known": self._known,
+            "bytes": self._bytes,
+            "outer": self.outer.state_dict(),
+        }
+
+    @staticmethod
+    def _file(rank: int) -> str:
+        return f"outer-{rank}.safetensors"
+
+    def _renew_patience(self) -> None:
+        now = time.monotonic()
+        self._longest, self._clock = max(self._longest, now - self._clock), now
+        if self.config.timeout is None:
+            rounds = self.config.fragments * self._longest  # starts come `fragments` times a round
+            self.links.patience.seconds = max(300.0, 5 * rounds)
+
+    @torch.no_grad()
+    def _take_mean(self) -> None:
+        control, team = self.links.control, self.links.team
+        assert control is not None
+        for fragment in self.outer.fragments:
+            flat = gather(fragment, self.outer.parameters, torch.device("cpu"))
+            if self.sharded or team.is_main:
+                control.sum_(flat).div_(self.links.islands)
+            if not self.sharded:
+                team.copy_from(flat)
+            scatter(fragment, flat, self.outer.parameters)
+
+    def _record(self, landed: Landed) -> dict[str, Any]:
+        s = landed.stats
+        dot = s.cosine * s.norm * s.merged_norm if s.norm * s.merged_norm > 0 else 0.0
+        sums = [s.norm**2, s.merged_norm**2, dot, s.consensus**2, s.bytes_sent, *(n * n for n in s.norms)]
+        numbers = torch.tensor(sums, dtype=torch.float64, device=self.links.team.device)
+        norm2, merged2, dot, consensus2, sent, *squares = (
+            self.links.team.all_reduce(numbers) if self.sharded else numbers
+        ).tolist()
+        self._bytes += int(sent)
+        norms = [square**0.5 for square in squares]
+        length = (norm2 * merged2) ** 0.5
+        return {
+            "fragment": landed.fragment,
+            "round": landed.round,
+            "staleness": landed.staleness,
+            "exposed_seconds": landed.wait_seconds,
+            "bytes_sent": int(sent),
+            "bytes_total": self._bytes,
+            "pseudo_gradient_norm": norm2**0.5,
+            "merged_norm": merged2**0.5,
+            "cosine_to_merged": dot / length if length > 0 else None,
+            "cosine_between_islands": self._cosine(merged2, [norms[i] for i in s.contributors]),
+            "consensus_distance": consensus2**0.5,
+            "contributors": list(s.contributors),
+        }
+
+    def _cosine(self, merged2: float, norms: list[float]) -> float | None:
+        """Mean inner product of two different islands' pseudo-gradients, over the mean product of their lengths.
+
+        From |sum d|^2 = sum |d|^2 + sum over pairs, so for plain means only.
+        """
+        merge, count, squares = self.config.merge, len(norms), sum(n * n for n in norms)
+        pairs = sum(norms) ** 2 - squares
+        if count < 2 or pairs <= 0 or (merge.rule, merge.weights) != ("mean", "uniform"):
+            return None
+        return (count * count * merged2 - squares) / pairs
+
+    def _left_out(self, landed: list[Landed]) -> list[str]:
+        if self.config.merge.rule == "pairs":
+            return []
+        return [
+            f"round {one.round} of fragment {one.fragment}: island(s) {sorted(missing)} left out (pseudo-gradient not "
+            "finite or out of bounds)"
+            for one in landed
+            if (missing := set(range(self.links.islands)) - set(one.stats.contributors))
+        ]
