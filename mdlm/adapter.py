@@ -46,7 +46,8 @@ class AdapterConfig:
     """Dropout in front of the adapter, in [0, 1). Its draws depend on step, micro-batch and process: a resumed run
     repeats them, another split into micro-batches does not."""
     targets: tuple[str, ...] = TARGETS
-    """Linear layers that get one, by the last part of their name."""
+    """Linear layers that get one, by the last part of their name; those of the default that a model has not got (the
+    gate of an MLP with GELU) are left out."""
 
     def __post_init__(self) -> None:
         if self.r is None and (self.alpha, self.dropout, self.targets) != (None, 0.0, TARGETS):
@@ -101,14 +102,14 @@ def attach(model: MDLMForMaskedLM, config: AdapterConfig) -> None:
     assert config.r is not None, "no adapter is configured"
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     strange = [target for target in config.targets if target not in linear]
-    if strange:
+    if strange and config.targets != TARGETS:
         raise ValueError(f"lora.targets names {', '.join(strange)}; linear layers are {', '.join(sorted(linear))}")
     peft = _peft()
     options = peft.LoraConfig(
         r=config.r,
         lora_alpha=2 * config.r if config.alpha is None else config.alpha,
         lora_dropout=config.dropout,
-        target_modules=list(config.targets),
+        target_modules=[target for target in config.targets if target in linear],
         bias="none",
     )
     model.requires_grad_(False)

@@ -20,6 +20,9 @@ NORM_PLACEMENTS = ("pre", "post", "peri", "span", "hybrid", "deepnorm")
 LINEARS = ("dense", "sdd")
 """Allowed values of `linear`: a plain matrix, or one whose output is normalised and scaled (2502.15499)."""
 
+POSITION_EMBEDDINGS, NORMS, MLPS = ("rotary", "learned"), ("rmsnorm", "layernorm"), ("swiglu", "gelu")
+"""Allowed values of `position_embedding`, `norm` and `mlp`; the second of each is GPT-2's."""
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Allowed `rope_parameters["rope_type"]`: the ones whose frequencies do not depend on the length of the input."""
 
@@ -45,15 +48,20 @@ class MDLMConfig(PreTrainedConfig):
         num_key_value_heads: key/value heads, a divisor of the query heads (grouped-query attention, 2305.13245).
             None: as many as query heads.
         head_dim: width of a head, even. None: `hidden_size / num_attention_heads`.
-        intermediate_size: width of the SwiGLU (2002.05202). None: 8/3 of the width, rounded up to a multiple of 64.
+        intermediate_size: inner width of the MLP. None: 8/3 of the width, rounded up to a multiple of 64, for `swiglu`;
+            4 times the width for `gelu`.
         max_position_embeddings: longest document (tokens) the model takes.
         rope_theta: base of the rotary frequencies (2104.09864); shorthand for `rope_parameters["rope_theta"]`.
         rope_parameters: `transformers`' rotary settings, which win over `rope_theta`; `rope_type` one of `ROPE_TYPES`.
-        rms_norm_eps: added to the mean square inside every RMSNorm.
+        rms_norm_eps: added to the mean square (LayerNorm: to the variance) inside every norm.
         qkv_bias: biases on the query, key and value projections (Qwen2, Dream).
         qk_norm: RMSNorm over each head of queries and keys before the rotation (Qwen3).
         tie_word_embeddings: the head shares the matrix of the embedding. Right for small models; large ones untie.
         norm_placement: one of `NORM_PLACEMENTS`. Public formats know `pre` only.
+        position_embedding: `rotary`, or `learned`: one vector per position is added to the tokens' (GPT-2).
+        norm: `rmsnorm`, or `layernorm` with biases, for the norms on the stream.
+        mlp: `swiglu` (2002.05202), or `gelu`: one matrix in, one out.
+        bias: biases on the attention's output and the MLP's projections.
         linear: one of `LINEARS`, for every projection of the blocks. Public formats know `dense` only.
         block_size: None: every token sees its whole document. Otherwise block-causal: a token sees the blocks of
             `block_size` positions up to and including its own (2503.09573).
@@ -92,6 +100,10 @@ class MDLMConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         norm_placement: str = "pre",
         linear: str = "dense",
+        position_embedding: str = "rotary",
+        norm: str = "rmsnorm",
+        mlp: str = "swiglu",
+        bias: bool = False,
         block_size: int | None = None,
         shift_logits: bool = False,
         initializer_range: float = 0.02,
@@ -119,7 +131,7 @@ class MDLMConfig(PreTrainedConfig):
             head_dim = hidden_size // num_attention_heads
         self.head_dim = _positive_int("head_dim", head_dim)
         if intermediate_size is None:
-            intermediate_size = 64 * math.ceil(8 * hidden_size / 3 / 64)
+            intermediate_size = 4 * hidden_size if mlp == "gelu" else 64 * math.ceil(8 * hidden_size / 3 / 64)
         self.intermediate_size = _positive_int("intermediate_size", intermediate_size)
         self.max_position_embeddings = _positive_int("max_position_embeddings", max_position_embeddings)
         self.rope_parameters = {"rope_type": "default", "rope_theta": rope_theta, **(rope_parameters or {})}
@@ -128,6 +140,10 @@ class MDLMConfig(PreTrainedConfig):
         self.qk_norm = qk_norm
         self.norm_placement = norm_placement
         self.linear = linear
+        self.position_embedding = position_embedding
+        self.norm = norm
+        self.mlp = mlp
+        self.bias = bias
         self.block_size = None if block_size is None else _positive_int("block_size", block_size)
         self.shift_logits = shift_logits
         self.initializer_range = initializer_range
@@ -170,7 +186,7 @@ class MDLMConfig(PreTrainedConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; the rotary embedding turns pairs of coordinates")
-        for name in ("qkv_bias", "qk_norm", "shift_logits", "tie_word_embeddings"):
+        for name in ("qkv_bias", "qk_norm", "bias", "shift_logits", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         for name in ("rms_norm_eps", "initializer_range", "rope_theta"):
@@ -178,13 +194,18 @@ class MDLMConfig(PreTrainedConfig):
         choices = {
             "norm_placement": (self.norm_placement, NORM_PLACEMENTS),
             "linear": (self.linear, LINEARS),
+            "position_embedding": (self.position_embedding, POSITION_EMBEDDINGS),
+            "norm": (self.norm, NORMS),
+            "mlp": (self.mlp, MLPS),
             "rope_type": (self.rope_parameters["rope_type"], ROPE_TYPES),
         }
         for name, (value, allowed) in choices.items():
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(allowed)}")
-        if self.linear == "sdd" and self.qkv_bias:
-            raise ValueError("linear='sdd' normalises what its matrices give and has no biases; set qkv_bias=False")
+        if self.linear == "sdd" and (self.qkv_bias or self.bias):
+            raise ValueError(
+                "linear='sdd' normalises what its matrices give and has no biases; set qkv_bias=False and bias=False"
+            )
         self._check_special_ids()
 
     def _check_special_ids(self) -> None:

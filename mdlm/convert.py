@@ -252,7 +252,7 @@ def convert(
 
     Args:
         source: folder of a public model (LLaDA, Dream, SDAR, TraDo, Fast-dLLM v2, dllm A2D; causal Llama, Qwen2,
-            Qwen3), a checkpoint of ours or a run of ours.
+            Qwen3, GPT-2), a checkpoint of ours or a run of ours.
         target: folder to make; it must not exist.
         to: `mdlm`, or one of llada, dream, sdar, fast_dllm, a2d-llama, a2d-qwen2, a2d-qwen3.
         mask_token_id: the mask token, where the source does not name it; a special token of its tokenizer.

@@ -14,7 +14,7 @@ import torch
 from mdlm.config import MDLMConfig
 
 
-def forward_flops_per_token(config: MDLMConfig, seq_len: int, head_share: float = 1.0) -> float:
+def forward_flops_per_token(config: MDLMConfig, seq_len: float, head_share: float = 1.0) -> float:
     """FLOPs (multiply and add counted apart) of one forward, per token.
 
     Args:
@@ -29,15 +29,21 @@ def forward_flops_per_token(config: MDLMConfig, seq_len: int, head_share: float 
         config.head_dim,
     )
     projections = width * dim * (2 * heads + 2 * kv)
-    mlp = 3 * width * config.intermediate_size
+    mlp = (3 if config.mlp == "swiglu" else 2) * width * config.intermediate_size
     attention = 2 * heads * dim * seq_len
     head = head_share * width * config.vocab_size
     return 2.0 * (config.num_hidden_layers * (projections + mlp + attention) + head)
 
 
 def train_flops_per_token(config: MDLMConfig, seq_len: int, head_share: float = 1.0) -> float:
-    """FLOPs of forward and backward, per token: the backward costs twice the forward."""
-    return 3.0 * forward_flops_per_token(config, seq_len, head_share)
+    """FLOPs of forward and backward, per token of text: the backward costs twice the forward.
+
+    Block diffusion feeds each token twice, noised and clean, and either attends to (seq_len + block) / 2 on average.
+    """
+    if config.block_size is None:
+        return 3.0 * forward_flops_per_token(config, seq_len, head_share)
+    keys = (seq_len + min(config.block_size, seq_len)) / 2.0
+    return 6.0 * forward_flops_per_token(config, keys, head_share / 2.0)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, size: int = 2048, repeats: int = 8) -> float:

@@ -6,9 +6,10 @@ A format is data. `names` maps a tensor's public name to ours; `keys` says what 
 What a format's own code assumes for an absent key stands here too (`absent`); nothing is taken from a model's name.
 
 Sources: the configuration and modelling files published with LLaDA-8B (2502.09992), Dream-7B (2508.15487), SDAR
-(2510.06303), Fast-dLLM v2 (2509.26328) and dllm's A2D models; `transformers` for Llama, Qwen2 and Qwen3. All of them
-turn the halves of a head against each other (half-split rotary positions), as our model does, so no weight is permuted.
-Read next: `public_config.py`, which applies the tables of keys, and `convert.py`.
+(2510.06303), Fast-dLLM v2 (2509.26328) and dllm's A2D models; `transformers` for Llama, Qwen2, Qwen3 and GPT-2. They
+turn the halves of a head against each other (half-split rotary positions), as our model does, so no weight is permuted;
+GPT-2 has no rotation, but input x output matrices, and queries, keys and values in one (`Format.conv1d`,
+`Format.fused`). Read next: `public_config.py`, which applies the tables of keys, and `convert.py`.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class Format:
     inert: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()
     """Tensors of old files that are computed, not learned; they are left out."""
+    conv1d: tuple[str, ...] = ()
+    """Matrices stored input x output, the transpose of ours."""
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """A tensor that is several of ours one after the other -> the suffixes that `names` calls them by."""
+    prefix: str = ""
+    """What stands before every name except the head's, but not in every file."""
     tokenizers: dict[str, str] = field(default_factory=dict)
     """Tokenizer class that comes as code with the checkpoint -> the class of `transformers` with the same algorithm."""
     causal: bool = False
@@ -104,19 +111,6 @@ _DECODER: dict[str, Key | Only] = {
     "quantization_config": Only((None,), absent=None),
     **_IDS,
 }
-_QWEN2 = {**_DECODER, "use_mrope": Only((False, None), absent=False)}
-_QWEN3 = {
-    **_DECODER,
-    "head_dim": Key("head_dim", absent=128, null=None),
-    "attention_bias": Only((False,), absent=False),
-}
-_LLAMA = {
-    **_DECODER,
-    "num_key_value_heads": Key("num_key_value_heads", absent=None, null=None),
-    "head_dim": Key("head_dim", absent=None, null=None),
-    "attention_bias": Only((False,), absent=False),
-    "mlp_bias": Only((False,), absent=False),
-}
 _MASK = Key("mask_token_id", absent=None, null=None)
 
 _LLAMA_NAMES = {
@@ -132,17 +126,6 @@ _LLAMA_NAMES = {
     "model.layers.{n}.mlp.down_proj.weight": "model.layers.{n}.mlp.down_proj.weight",
     "model.norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
-}
-_QWEN2_NAMES = {
-    **_LLAMA_NAMES,
-    "model.layers.{n}.self_attn.q_proj.bias": "model.layers.{n}.self_attn.q_proj.bias",
-    "model.layers.{n}.self_attn.k_proj.bias": "model.layers.{n}.self_attn.k_proj.bias",
-    "model.layers.{n}.self_attn.v_proj.bias": "model.layers.{n}.self_attn.v_proj.bias",
-}
-_QWEN3_NAMES = {
-    **_LLAMA_NAMES,
-    "model.layers.{n}.self_attn.q_norm.weight": "model.layers.{n}.self_attn.q_norm.weight",
-    "model.layers.{n}.self_attn.k_norm.weight": "model.layers.{n}.self_attn.k_norm.weight",
 }
 _LLADA_NAMES = {
     "model.transformer.wte.weight": "model.embed_tokens.weight",
@@ -181,6 +164,145 @@ _LLADA_TEMPLATE = {
     "init_fn": "mitchell", "precision": "fp32", "use_cache": False, "mask_token_id": None, "eos_token_id": None,
     "pad_token_id": None, "torch_dtype": "float32",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What the formats that share the layout of Llama, Qwen2 or Qwen3 have in common."""
+
+    extra_names: tuple[str, ...]
+    """Tensors besides Llama's; all names are ours."""
+    keys: dict[str, Key | Only]
+    fixed: dict[str, Any]
+    template: dict[str, Any]
+
+
+_HEAD_DIM = {"head_dim": Key("head_dim", absent=None, null=None)}
+_NO_BIAS: dict[str, Key | Only] = {"attention_bias": Only((False,), absent=False)}
+_LLAMA = _Family(
+    extra_names=(),
+    keys={
+        **_DECODER, **_HEAD_DIM, **_NO_BIAS, "num_key_value_heads": Key("num_key_value_heads", absent=None, null=None),
+        "mlp_bias": Only((False,), absent=False),
+    },
+    fixed={"qkv_bias": False, "qk_norm": False},
+    template={**_DECODER_TEMPLATE, "head_dim": None, "attention_bias": False, "mlp_bias": False},
+)  # fmt: skip
+_QWEN2 = _Family(
+    extra_names=tuple(f"model.layers.{{n}}.self_attn.{x}_proj.bias" for x in "qkv"),
+    keys={**_DECODER, "use_mrope": Only((False, None), absent=False)},
+    fixed={"qkv_bias": True, "qk_norm": False},
+    template=_DECODER_TEMPLATE,
+)
+_QWEN3 = _Family(
+    extra_names=tuple(f"model.layers.{{n}}.self_attn.{x}_norm.weight" for x in "qk"),
+    keys={**_DECODER, **_NO_BIAS, "head_dim": Key("head_dim", absent=128, null=None)},
+    fixed={"qkv_bias": False, "qk_norm": True},
+    template={**_DECODER_TEMPLATE, "head_dim": None, "attention_bias": False},
+)
+
+
+def _decoder(
+    family: _Family,
+    model_type: str,
+    architecture: str,
+    about: str,
+    *,
+    keys: dict[str, Key | Only] | None = None,
+    fixed: dict[str, Any] | None = None,
+    said: dict[str, Any] | None = None,
+    inert: frozenset[str] = frozenset(),
+    tokenizers: dict[str, str] | None = None,
+    template: dict[str, Any] | None = None,
+    causal: bool = False,
+) -> Format:
+    """A format of `family` with keys, options and a template of its own beside the family's."""
+    return Format(
+        model_type,
+        architecture,
+        about,
+        names={**_LLAMA_NAMES, **{name: name for name in family.extra_names}},
+        keys={**family.keys, **({} if causal else {"mask_token_id": _MASK}), **(keys or {})},
+        fixed={**family.fixed, **(fixed or {})},
+        said=said or {},
+        rotary=True,
+        inert=inert,
+        skipped=_FREQUENCIES,
+        tokenizers=tokenizers or {},
+        causal=causal,
+        template={} if causal else {**family.template, **(template or {})},
+    )
+
+
+def _adapted(family: _Family, base: str, label: str) -> Format:
+    """A model of dllm's A2D: the base's layout, with a mask token."""
+    told = {"shift_logits": False, "block_size": None}
+    return _decoder(family, f"a2d-{base.lower()}", f"A2D{base}LMHeadModel", f"dllm's adapted {label} models", said=told)
+
+
+def _causal(family: _Family, base: str, label: str) -> Format:
+    told = {"shift_logits": True, "block_size": None}
+    return _decoder(family, base.lower(), f"{base}ForCausalLM", f"causal {label}", said=told, causal=True)
+
+
+_GPT2_LAYER = {
+    "ln_1.weight": "input_layernorm.weight", "ln_1.bias": "input_layernorm.bias",
+    "attn.c_attn.weight:q": "self_attn.q_proj.weight", "attn.c_attn.bias:q": "self_attn.q_proj.bias",
+    "attn.c_attn.weight:k": "self_attn.k_proj.weight", "attn.c_attn.bias:k": "self_attn.k_proj.bias",
+    "attn.c_attn.weight:v": "self_attn.v_proj.weight", "attn.c_attn.bias:v": "self_attn.v_proj.bias",
+    "attn.c_proj.weight": "self_attn.o_proj.weight", "attn.c_proj.bias": "self_attn.o_proj.bias",
+    "ln_2.weight": "post_attention_layernorm.weight", "ln_2.bias": "post_attention_layernorm.bias",
+    "mlp.c_fc.weight": "mlp.up_proj.weight", "mlp.c_fc.bias": "mlp.up_proj.bias",
+    "mlp.c_proj.weight": "mlp.down_proj.weight", "mlp.c_proj.bias": "mlp.down_proj.bias",
+}  # fmt: skip
+_GPT2 = Format(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    about="causal GPT-2",
+    names={
+        "transformer.wte.weight": "model.embed_tokens.weight",
+        "transformer.wpe.weight": "model.embed_positions.weight",
+        **{f"transformer.h.{{n}}.{there}": f"model.layers.{{n}}.{ours}" for there, ours in _GPT2_LAYER.items()},
+        "transformer.ln_f.weight": "model.norm.weight",
+        "transformer.ln_f.bias": "model.norm.bias",
+        "lm_head.weight": "lm_head.weight",
+    },
+    keys={
+        "vocab_size": Key("vocab_size"),
+        "n_positions": Key("max_position_embeddings", absent=1024),
+        "n_embd": Key("hidden_size"),
+        "n_layer": Key("num_hidden_layers"),
+        "n_head": Key("num_attention_heads"),
+        "n_inner": Key("intermediate_size", absent=None, null=None),
+        "layer_norm_epsilon": Key("rms_norm_eps", absent=1e-5),
+        "initializer_range": Key("initializer_range", absent=0.02),
+        "tie_word_embeddings": Key("tie_word_embeddings", absent=True),
+        "activation_function": Only(("gelu_new", "gelu_pytorch_tanh"), absent="gelu_new"),
+        "scale_attn_weights": Only((True,), absent=True),
+        "scale_attn_by_inverse_layer_idx": Only((False,), absent=False),
+        "add_cross_attention": Only((False,), absent=False),
+        "quantization_config": Only((None,), absent=None),
+        **_IDS,
+    },
+    fixed={
+        "position_embedding": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "qkv_bias": True,
+        "qk_norm": False,
+    },
+    said={"shift_logits": True, "block_size": None},
+    inert=frozenset(
+        {
+            "attn_pdrop", "embd_pdrop", "n_ctx", "reorder_and_upcast_attn", "resid_pdrop", "summary_activation",
+            "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        }
+    ),
+    skipped=("transformer.h.{n}.attn.bias", "transformer.h.{n}.attn.masked_bias"),
+    conv1d=tuple(
+        f"transformer.h.{{n}}.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ),
+    fused={f"transformer.h.{{n}}.attn.c_attn.{leaf}": ("q", "k", "v") for leaf in ("weight", "bias")},
+    prefix="transformer.",
+    causal=True,
+)  # fmt: skip
 
 FORMATS: dict[str, Format] = {
     "llada": Format(
@@ -231,118 +353,34 @@ FORMATS: dict[str, Format] = {
         ),
         template=_LLADA_TEMPLATE,
     ),
-    "dream": Format(
-        model_type="Dream",
-        architecture="DreamModel",
-        about="Dream-7B, DiffuCoder",
-        names=_QWEN2_NAMES,
-        keys={**_QWEN2, "mask_token_id": _MASK},
-        fixed={"qkv_bias": True, "qk_norm": False, "shift_logits": True, "block_size": None},
-        rotary=True,
+    "dream": _decoder(
+        _QWEN2, "Dream", "DreamModel", "Dream-7B, DiffuCoder",
+        fixed={"shift_logits": True, "block_size": None},
         inert=frozenset({"attention_bias"}),
-        skipped=_FREQUENCIES,
         tokenizers={"DreamTokenizer": "Qwen2Tokenizer"},
-        template={**_DECODER_TEMPLATE, "mask_token_id": None},
+        template={"mask_token_id": None},
     ),
-    "sdar": Format(
-        model_type="sdar",
-        architecture="SDARForCausalLM",
-        about="SDAR, TraDo",
-        names=_QWEN3_NAMES,
-        keys={**_QWEN3, "mask_token_id": _MASK, "block_size": Key("block_size")},
-        fixed={"qkv_bias": False, "qk_norm": True, "shift_logits": False},
-        rotary=True,
+    "sdar": _decoder(
+        _QWEN3, "sdar", "SDARForCausalLM", "SDAR, TraDo",
+        keys={"block_size": Key("block_size")},
+        fixed={"shift_logits": False},
         inert=frozenset({"debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint"}),
-        skipped=_FREQUENCIES,
-        template={
-            **_DECODER_TEMPLATE, "head_dim": None, "attention_bias": False, "mask_token_id": None, "block_size": 1,
-            "fuse_cross_entropy": False,
-        },
+        template={"mask_token_id": None, "block_size": 1, "fuse_cross_entropy": False},
     ),
-    "fast_dllm": Format(
-        model_type="Fast_dLLM_Qwen",
-        architecture="Fast_dLLM_QwenForCausalLM",
-        about="Fast-dLLM v2",
-        names=_QWEN2_NAMES,
-        keys={**_QWEN2, "mask_token_id": _MASK, "bd_size": Key("block_size")},
-        fixed={"qkv_bias": True, "qk_norm": False, "shift_logits": True},
-        rotary=True,
+    "fast_dllm": _decoder(
+        _QWEN2, "Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", "Fast-dLLM v2",
+        keys={"bd_size": Key("block_size")},
+        fixed={"shift_logits": True},
         inert=frozenset({"attention_bias"}),
-        skipped=_FREQUENCIES,
-        template={**_DECODER_TEMPLATE, "mask_token_id": None, "bd_size": 1},
+        template={"mask_token_id": None, "bd_size": 1},
     ),
-    "a2d-llama": Format(
-        model_type="a2d-llama",
-        architecture="A2DLlamaLMHeadModel",
-        about="dllm's adapted Llama models",
-        names=_LLAMA_NAMES,
-        keys={**_LLAMA, "mask_token_id": _MASK},
-        fixed={"qkv_bias": False, "qk_norm": False},
-        said={"shift_logits": False, "block_size": None},
-        rotary=True,
-        skipped=_FREQUENCIES,
-        template={**_DECODER_TEMPLATE, "head_dim": None, "attention_bias": False, "mlp_bias": False},
-    ),
-    "a2d-qwen2": Format(
-        model_type="a2d-qwen2",
-        architecture="A2DQwen2LMHeadModel",
-        about="dllm's adapted Qwen2 and Qwen2.5 models",
-        names=_QWEN2_NAMES,
-        keys={**_QWEN2, "mask_token_id": _MASK},
-        fixed={"qkv_bias": True, "qk_norm": False},
-        said={"shift_logits": False, "block_size": None},
-        rotary=True,
-        skipped=_FREQUENCIES,
-        template=_DECODER_TEMPLATE,
-    ),
-    "a2d-qwen3": Format(
-        model_type="a2d-qwen3",
-        architecture="A2DQwen3LMHeadModel",
-        about="dllm's adapted Qwen3 models",
-        names=_QWEN3_NAMES,
-        keys={**_QWEN3, "mask_token_id": _MASK},
-        fixed={"qkv_bias": False, "qk_norm": True},
-        said={"shift_logits": False, "block_size": None},
-        rotary=True,
-        skipped=_FREQUENCIES,
-        template={**_DECODER_TEMPLATE, "head_dim": None, "attention_bias": False},
-    ),
-    "llama": Format(
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        about="causal Llama",
-        names=_LLAMA_NAMES,
-        keys=_LLAMA,
-        fixed={"qkv_bias": False, "qk_norm": False},
-        said={"shift_logits": True, "block_size": None},
-        rotary=True,
-        skipped=_FREQUENCIES,
-        causal=True,
-    ),
-    "qwen2": Format(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        about="causal Qwen2 and Qwen2.5",
-        names=_QWEN2_NAMES,
-        keys=_QWEN2,
-        fixed={"qkv_bias": True, "qk_norm": False},
-        said={"shift_logits": True, "block_size": None},
-        rotary=True,
-        skipped=_FREQUENCIES,
-        causal=True,
-    ),
-    "qwen3": Format(
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        about="causal Qwen3",
-        names=_QWEN3_NAMES,
-        keys=_QWEN3,
-        fixed={"qkv_bias": False, "qk_norm": True},
-        said={"shift_logits": True, "block_size": None},
-        rotary=True,
-        skipped=_FREQUENCIES,
-        causal=True,
-    ),
+    "a2d-llama": _adapted(_LLAMA, "Llama", "Llama"),
+    "a2d-qwen2": _adapted(_QWEN2, "Qwen2", "Qwen2 and Qwen2.5"),
+    "a2d-qwen3": _adapted(_QWEN3, "Qwen3", "Qwen3"),
+    "llama": _causal(_LLAMA, "Llama", "Llama"),
+    "qwen2": _causal(_QWEN2, "Qwen2", "Qwen2 and Qwen2.5"),
+    "qwen3": _causal(_QWEN3, "Qwen3", "Qwen3"),
+    "gpt2": _GPT2,
 }  # fmt: skip
 """Every format of `mdlm convert --to`, besides our own (`mdlm`)."""
 
@@ -353,7 +391,6 @@ UNHOSTED = {
     "lladamoe": "a mixture of experts",
     "llada_moe": "a mixture of experts",
     "llada2_moe": "a mixture of experts",
-    "gpt2": "learned positions and LayerNorm",
     "bd3lm": "LayerNorm and a time input",
     "mdlm_dit": "LayerNorm and a time input",
 }

@@ -2,7 +2,8 @@
 
 RMSNorm: 1910.07467. Rotary positions in the half-split layout: 2104.09864. Grouped-query attention: 2305.13245. SwiGLU:
 2002.05202. Parameter names are those of Qwen2/Qwen3, so converting such a model renames nothing. Norms, rotations and
-the softmax are computed in float32 whatever the weights are. There is no dropout: masking is the noise.
+the softmax are computed in float32 whatever the weights are. There is no dropout: masking is the noise. LayerNorm,
+learned positions, an MLP with GELU and biases everywhere are there as options, for models that come from GPT-2.
 
 Two options keep deep models stable. Where norms and residual sums sit (`norm_placement`) is decided in `MDLMLayer`, how
 large the initial weights then are in `branch_gain`. `linear="sdd"` (scale-distribution decoupling, 2502.15499) makes
@@ -44,6 +45,21 @@ class MDLMRMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class MDLMLayerNorm(nn.LayerNorm):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 or better; dtype of x."""
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+def stream_norm(config: MDLMConfig) -> nn.Module:
+    """The norm of `config.norm` over the residual stream."""
+    kind = MDLMLayerNorm if config.norm == "layernorm" else MDLMRMSNorm
+    return kind(config.hidden_size, config.rms_norm_eps)
 
 
 class BranchLinear(nn.Linear):
@@ -91,9 +107,14 @@ def scale_behind(linear: nn.Linear, config: MDLMConfig) -> nn.Module:
 def rotary_angles(
     config: MDLMConfig, positions: Int[Tensor, "rows seq"]
 ) -> tuple[Float[Tensor, "rows 1 seq dim"], Float[Tensor, "rows 1 seq dim"]]:
-    """Cosine and sine of position * frequency, float32. Not a buffer: `model.half()` would round the frequencies."""
+    """Cosine and sine of position * frequency, float32. Not a buffer: `model.half()` would round the frequencies.
+
+    With learned positions every frequency is 0: nothing turns.
+    """
     rope_type = config.rope_parameters["rope_type"]
-    if rope_type == "default":
+    if config.position_embedding == "learned":
+        frequency, scale = torch.zeros(config.head_dim // 2, device=positions.device), 1.0
+    elif rope_type == "default":
         pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
         frequency, scale = config.rope_theta ** (-pair / config.head_dim), 1.0
     else:
@@ -130,7 +151,7 @@ class MDLMAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.qkv_bias)
         self.v_proj = BranchLinear(config.hidden_size, key_width, bias=config.qkv_bias)
-        self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=False)
+        self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=config.bias)
         self.q_scale, self.k_scale = scale_behind(self.q_proj, config), scale_behind(self.k_proj, config)
         self.v_scale, self.o_scale = scale_behind(self.v_proj, config), scale_behind(self.o_proj, config)
         self.q_norm: nn.Module = nn.Identity()
@@ -173,19 +194,24 @@ class MDLMAttention(nn.Module):
 
 
 class MDLMMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); with `mlp="gelu"` down(gelu(up(x))), gelu in its tanh form (1606.08415)."""
 
     def __init__(self, config: MDLMConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = BranchLinear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualOutput(config.intermediate_size, config.hidden_size, bias=False)
-        self.gate_scale, self.up_scale = scale_behind(self.gate_proj, config), scale_behind(self.up_proj, config)
-        self.down_scale = scale_behind(self.down_proj, config)
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gated = config.mlp == "swiglu"
+        if self.gated:
+            self.gate_proj = nn.Linear(width, inner, bias=config.bias)
+        self.up_proj = BranchLinear(width, inner, bias=config.bias)
+        self.down_proj = ResidualOutput(inner, width, bias=config.bias)
+        if self.gated:
+            self.gate_scale = scale_behind(self.gate_proj, config)
+        self.up_scale, self.down_scale = scale_behind(self.up_proj, config), scale_behind(self.down_proj, config)
 
     def forward(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq width"]:
-        gate, up = self.gate_scale(self.gate_proj(x)), self.up_scale(self.up_proj(x))
-        return self.down_scale(self.down_proj(F.silu(gate) * up))
+        up = self.up_scale(self.up_proj(x))
+        inner = F.silu(self.gate_scale(self.gate_proj(x))) * up if self.gated else F.gelu(up, approximate="tanh")
+        return self.down_scale(self.down_proj(inner))
 
 
 NORMS = {
@@ -205,7 +231,7 @@ def normalised_stream(placement: str) -> bool:
 
 
 class MDLMLayer(GradientCheckpointingLayer):
-    """One transformer block. With N an RMSNorm each, h the input, A attention, M the MLP, `norm_placement` is
+    """One transformer block. With N a norm each, h the input, A attention, M the MLP, `norm_placement` is
 
     - pre: a = h + A(N h); a + M(N a)
     - post: a = N(h + A h); N(a + M a)                                            (1706.03762)
@@ -225,7 +251,7 @@ class MDLMLayer(GradientCheckpointingLayer):
             norms.add("input_layernorm")
 
         def norm(name: str) -> nn.Module:
-            return MDLMRMSNorm(config.hidden_size, config.rms_norm_eps) if name in norms else nn.Identity()
+            return stream_norm(config) if name in norms else nn.Identity()
 
         self.input_layernorm = norm("input_layernorm")
         self.self_attn = MDLMAttention(config, layer)

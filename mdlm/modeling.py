@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel
@@ -34,16 +34,17 @@ from mdlm.attention import (
 )
 from mdlm.checks import check_clean, check_feed, check_inputs, check_outputs
 from mdlm.config import MDLMConfig
+from mdlm.generation import generation_defaults
 from mdlm.keyvalues import KeyValues, fed_predecessor
 from mdlm.layers import (
     BranchLinear,
     DecoupledScale,
     MDLMLayer,
-    MDLMRMSNorm,
     ResidualOutput,
     branch_gain,
     normalised_stream,
     rotary_angles,
+    stream_norm,
 )
 
 if TYPE_CHECKING:
@@ -117,8 +118,17 @@ class MDLMModel(MDLMPreTrainedModel):
         self.layers = nn.ModuleList([MDLMLayer(config, n) for n in range(config.num_hidden_layers)])
         self.norm: nn.Module = nn.Identity()
         if not normalised_stream(config.norm_placement):
-            self.norm = MDLMRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = stream_norm(config)
+        if config.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.post_init()
+
+    def embed(
+        self, tokens: Int[Tensor, "batch seq"], positions: Int[Tensor, "rows seq"]
+    ) -> Float[Tensor, "batch seq width"]:
+        """What enters the first layer: the tokens' vectors, plus those of their positions if these are learned."""
+        hidden = self.embed_tokens(tokens)
+        return hidden + self.embed_positions(positions) if self.config.position_embedding == "learned" else hidden
 
     def plan_flash(
         self, attention_mask: Tensor | None, position_ids: Int[Tensor, "batch seq"] | None
@@ -199,7 +209,7 @@ class MDLMModel(MDLMPreTrainedModel):
             mask = flex_block_mask(positions.expand_as(input_ids), documents, config.block_size)
         else:
             mask = visible(positions, document_ids(real, position_ids), config.block_size)
-        hidden = self.embed_tokens(input_ids)
+        hidden = self.embed(input_ids, positions)
         batch, seq, width = hidden.shape
         if flash is not None:
             hidden = hidden.reshape(1, -1, width)[:, flash.tokens]
@@ -233,10 +243,7 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         super().__init__(config)
         self.model = MDLMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Not made from the model's config: transformers would drop `strategy` when it reads such a file again.
-        self.generation_config = GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-        )
+        self.generation_config = generation_defaults(config)
         self.post_init()
 
     @classmethod

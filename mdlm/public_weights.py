@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,12 +37,20 @@ class Stored:
     file: Path
     name: str
     shape: tuple[int, ...]
+    """Of what `read` gives."""
     dtype: torch.dtype
+    transposed: bool = False
+    """The file holds the transpose."""
+    part: tuple[int, int] = (0, 1)
+    """The file's tensor holds this part (number, of how many) along the first axis of `shape`."""
 
     def read(self) -> Tensor:
         """The tensor, in memory of its own: the file may change or vanish afterwards."""
+        number, parts = self.part
         with safe_open(self.file, framework="pt", device="cpu") as file:
-            return file.get_tensor(self.name).clone()
+            whole = file.get_tensor(self.name)
+            tensor = (whole.T if self.transposed else whole).chunk(parts)[number]
+            return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def scan_weights(folder: Path) -> dict[str, Stored]:
@@ -113,6 +121,29 @@ def public_name(fmt: Format | None, ours: str) -> str | None:
     return None
 
 
+def unfold(fmt: Format | None, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a folder as the table of names of `fmt` knows them: whole names, matrices output x input, fused
+    ones as their parts. Nothing is read."""
+    if fmt is None:
+        return dict(stored)
+    bare = fmt.prefix and not any(name.startswith(fmt.prefix) for name in stored)
+    unfolded = {}
+    for short, found in stored.items():
+        name = fmt.prefix + short if bare and short != "lm_head.weight" else short
+        layer = _LAYER.search(name)
+        pattern = name if layer is None else f"{name[: layer.start()]}.{{n}}.{name[layer.end() :]}"
+        if pattern in fmt.conv1d and len(found.shape) == 2:
+            found = replace(found, shape=found.shape[::-1], transposed=True)
+        parts = fmt.fused.get(pattern, ())
+        if parts and found.shape and found.shape[0] % len(parts) == 0:
+            shape = (found.shape[0] // len(parts), *found.shape[1:])
+            for number, part in enumerate(parts):
+                unfolded[f"{name}:{part}"] = replace(found, shape=shape, part=(number, len(parts)))
+        else:
+            unfolded[name] = found
+    return unfolded
+
+
 def match_weights(fmt: Format | None, config: MDLMConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """The stored tensors by our names, after checking that they are exactly those of a model of `config`.
 
@@ -120,7 +151,7 @@ def match_weights(fmt: Format | None, config: MDLMConfig, stored: Mapping[str, S
     and unknown tensors and all wrong shapes.
     """
     problems = []
-    left = dict(stored)
+    left = unfold(fmt, stored)
     matched: dict[str, Stored] = {}
     for ours, shape in expected_shapes(config).items():
         name = public_name(fmt, ours)

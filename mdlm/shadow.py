@@ -84,7 +84,7 @@ def shadow_logits(
     mask[:, 0, seq:, :seq] &= ~own
     mask[:, :, seq:, seq:] |= torch.eye(width, dtype=torch.bool, device=tokens.device)
 
-    hidden = backbone.embed_tokens(all_tokens)
+    hidden = backbone.embed(all_tokens, all_positions)
     rotation = rotary_angles(config, all_positions)
     for layer in backbone.layers:
         hidden, _ = layer(hidden, rotation, mask, None)

@@ -266,7 +266,6 @@ def test_llada_moe_that_says_model_type_llada_is_recognised(tmp_path: Path) -> N
     ("changes", "message"),
     [
         ({"model_type": "llada2_moe"}, "a mixture of experts"),
-        ({"model_type": "gpt2"}, "learned positions"),
         ({"model_type": "mdlm", "cond_dim": 128}, "LayerNorm and a time input"),
         ({"model_type": "bert"}, r"'bert' is not a format known here; known: mdlm, llada"),
         ({"model_type": None}, "None is not a format known here"),

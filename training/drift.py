@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from mdlm.checkpoint import read_state
+from mdlm.training.optim import hidden_matrices
 
 _FILE = "drift.safetensors"
 _STEP = "step"
@@ -50,8 +51,7 @@ def proportions(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rank"]:
 
 def sampled_matrices(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
     """At most `count` of the trained matrices of `model` by name, evenly spaced in its order, from first to last."""
-    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
-    every = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends]
+    every = list(hidden_matrices(model).items())
     count = min(count, len(every))
     return dict(every[round(k * (len(every) - 1) / max(1, count - 1))] for k in range(count))
 

@@ -217,18 +217,25 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def hidden_matrices(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The trainable matrices of `model` by name, without embeddings (of tokens or positions) and head."""
+    ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    ends |= {id(head.weight) for head in [model.get_output_embeddings()] if head is not None}
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends}
+
+
 def parameter_groups(model: PreTrainedModel, config: OptimConfig) -> list[dict[str, Any]]:
     """The trainable parameters of `model`, each once, in groups with a `name`, `algorithm`, `weight_decay`, `base_lr`.
 
     `muon`: hidden matrices (only if `config.name` is "muon"); `decay`: other parameters of two or more axes
     (embeddings, head, and everything for AdamW); `no_decay`: norms and biases. Empty groups are left out.
     """
-    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    hidden = {id(p) for p in hidden_matrices(model).values()}
     groups: dict[str, list[nn.Parameter]] = {"muon": [], "decay": [], "no_decay": []}
     for p in model.parameters():
         if not p.requires_grad:
             continue
-        if config.name == "muon" and p.ndim == 2 and id(p) not in ends:
+        if config.name == "muon" and id(p) in hidden:
             groups["muon"].append(p)
         else:
             groups["decay" if p.ndim >= 2 else "no_decay"].append(p)
