@@ -56,6 +56,8 @@ class Merged:
     share: float
     """Largest coefficient of this island's own pseudo-gradient; 0: it was left out."""
     stats: Stats
+    anchor: Float32[Tensor, " values"] | None = None
+    """The new anchor itself, where a syncer keeps it; the island's own outer optimizer is left alone then."""
 
 
 class Exchange(Protocol):
