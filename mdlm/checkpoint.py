@@ -33,7 +33,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from mdlm.generation import generation_defaults
 
 STATE_FOLDER = "train_state"
 STATE_FILE = "state.json"
@@ -194,9 +196,7 @@ def write_model(
     if weights:
         config.dtype = next(iter(weights.values())).dtype
     config.save_pretrained(folder)
-    GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    ).save_pretrained(folder)
+    generation_defaults(config).save_pretrained(folder)
     if weights:
         save_torch_state_dict(dict(weights), folder, max_shard_size="5GB")
     if tokenizer is not None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Bool, Float32, Float64, Int
+from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
 from mdlm.block import units_of
@@ -371,6 +371,20 @@ class Objective(ObjectiveConfig):
         [rows, vocab] of the positions asked for in row-major order. float32 or better, whatever their precision.
         In block diffusion `clean_ids=` is passed as well.
         """
+        at, nll = self._nll(model, noised)
+        return LossTerms(
+            loss=(noised.weight[at] * nll).sum(),
+            nll_sum=nll.detach().sum(dtype=torch.float64),
+            masked_count=noised.masked.sum(),
+        )
+
+    def token_nats(self, model: Any, noised: NoisedBatch) -> Float[Tensor, "batch seq"]:
+        """Negative log-likelihood in nats of each masked token, 0 elsewhere; `model` as in `numerator`."""
+        at, nll = self._nll(model, noised)
+        return nll.new_zeros(at.shape).masked_scatter(at, nll)
+
+    def _nll(self, model: Any, noised: NoisedBatch) -> tuple[Bool[Tensor, "batch seq"], Float[Tensor, "rows"]]:
+        """Where the head was asked, and what is there: 0 where it is not masked."""
         at = _filled(noised.masked)
         clean = {} if self.block_size is None else {"clean_ids": noised.targets}
         logits = model(
@@ -381,9 +395,4 @@ class Objective(ObjectiveConfig):
             **clean,
         ).logits
         nll = subs_nll(logits, noised.targets[at], self.mask_token_id, self.num_tokens, reuse=True)
-        nll = torch.where(noised.masked[at], nll, 0.0)
-        return LossTerms(
-            loss=(noised.weight[at] * nll).sum(),
-            nll_sum=nll.detach().sum(dtype=torch.float64),
-            masked_count=noised.masked.sum(),
-        )
+        return at, torch.where(noised.masked[at], nll, 0.0)
