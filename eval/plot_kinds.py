@@ -1,4 +1,4 @@
-"""Which pictures there are: `mdlm eval plot training | curves | calibration | schedules`.
+"""Which pictures there are: `mdlm eval plot training | traffic | curves | calibration | schedules`.
 
 Everything but the schedules is read from files that other commands write, so a picture can be drawn again, and several
 runs into one. `plots.py` does the drawing.
@@ -16,7 +16,7 @@ import torch
 from mdlm.eval.plots import Panel, Point, panels
 from mdlm.schedule import Cosine, Linear, NoiseSchedule, Polynomial
 
-Kind = Literal["training", "curves", "calibration", "schedules"]
+Kind = Literal["training", "traffic", "curves", "calibration", "schedules"]
 Record = Mapping[str, Any]
 
 
@@ -24,9 +24,9 @@ def plot(kind: Kind, paths: list[str] | None = None, out: str = "plot.png", titl
     """Draw a picture of what other commands wrote.
 
     Args:
-        kind: `training`: loss, validation NELBO, learning rate and speed of runs; `curves`: quality
-            against evaluations (`mdlm eval curves`); `calibration`: reliability of commits (`mdlm eval calibration`);
-            `schedules`: the noise schedules.
+        kind: `training`: loss, validation NELBO, learning rate and speed of runs; `traffic`: what
+            islands send each other, and how far they agree; `curves`: quality against evaluations (`mdlm eval curves`);
+            `calibration`: reliability of commits (`mdlm eval calibration`); `schedules`: the noise schedules.
         paths: run folders or their metrics.jsonl; for curves and calibration the JSON-lines files (or their folder).
         out: picture to write; .png, .svg or .pdf.
         title: above all panels.
@@ -99,6 +99,26 @@ def training_panels(paths: Sequence[Path]) -> list[Panel]:
     return parts
 
 
+def traffic_panels(paths: Sequence[Path]) -> list[Panel]:
+    """What an island has sent, in all and per step so far (10^6 bytes), and the cosine between islands, by step."""
+    runs = _runs(paths)
+    sent = {name: _points(records, "outer", "step", "bytes_total") for name, records in runs.items()}
+    empty = [name for name, points in sent.items() if not points]
+    if empty:
+        raise ValueError(f"{', '.join(empty)}: no exchange between islands; give a run with --outer.preset")
+    total: dict[str, list[Point]] = {n: [(x, y / 1e6) for x, y, *_ in points] for n, points in sent.items()}
+    rate: dict[str, list[Point]] = {n: [(x, y / 1e6 / x) for x, y, *_ in points] for n, points in sent.items()}
+    cosine = {name: _points(records, "outer", "step", "cosine_between_islands") for name, records in runs.items()}
+    agreement = Panel(
+        cosine, "do the islands agree?", "step", "cosine of their pseudo-gradients", markers=True, level=0.0
+    )
+    return [
+        Panel(total, "sent in all", "step", "megabytes per island", steps=True),
+        Panel(rate, "sent per step so far", "step", "megabytes per step and island"),
+        *([agreement] if any(cosine.values()) else []),
+    ]
+
+
 def curve_panels(paths: Sequence[Path]) -> list[Panel]:
     """Quality against evaluations, a panel per source, as `mdlm eval curves` draws them."""
     from mdlm.eval.curve_report import POINTS, curve_series
@@ -146,6 +166,7 @@ def schedule_panels(points: int = 200) -> list[Panel]:
 
 FROM_FILES: dict[str, Callable[[Sequence[Path]], list[Panel]]] = {
     "training": training_panels,
+    "traffic": traffic_panels,
     "curves": curve_panels,
     "calibration": calibration_panels,
 }

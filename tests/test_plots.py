@@ -15,9 +15,9 @@ from PIL import Image
 from mdlm.eval import __main__ as command
 from mdlm.eval import sources_zoo as zoo
 from mdlm.eval.calibration import bin_commits, calibration, reliability, wilson
-from mdlm.eval.curves import NoisyOracle
-from mdlm.eval.plot_kinds import curve_panels, main, plot, schedule_panels, training_panels
+from mdlm.eval.plot_kinds import curve_panels, main, plot, schedule_panels, traffic_panels, training_panels
 from mdlm.eval.plots import Panel, band_plot, line_plot, panels
+from mdlm.eval.sources_noisy import NoisyOracle
 
 
 def ink(path: Path) -> float:
@@ -211,6 +211,27 @@ def test_runs_called_alike_stay_apart_and_files_may_be_named(tmp_path: Path) -> 
     assert set(training_panels([two / "metrics.jsonl"])[0].series) == {"run"}
     assert len(training_panels([two])) == 3, "no panel for validations that there are none of"
     assert ink(Path(plot("training", [str(one), str(two)], str(tmp_path / "t.png")))) > 0.01
+
+
+def test_traffic_is_what_the_exchanges_say(tmp_path: Path) -> None:
+    outer = [
+        {"kind": "outer", "step": 4, "bytes_sent": 3_000_000, "bytes_total": 8_000_000, "cosine_between_islands": 0.5},
+        {
+            "kind": "outer",
+            "step": 8,
+            "bytes_sent": 4_000_000,
+            "bytes_total": 12_000_000,
+            "cosine_between_islands": None,
+        },
+    ]
+    run, plain = write_run(tmp_path / "mine", RUN[:2] + outer), write_run(tmp_path / "plain", RUN)
+    total, rate, cosine = traffic_panels([run])
+    assert total.series == {"mine": [(4, 8.0), (8, 12.0)]}
+    assert rate.series == {"mine": [(4, 2.0), (8, 1.5)]}
+    assert cosine.series == {"mine": [(4, 0.5)]}
+    assert ink(Path(plot("traffic", [str(run)], str(tmp_path / "t.png")))) > 0.01
+    with pytest.raises(ValueError, match="plain: no exchange between islands"):
+        traffic_panels([run, plain])
 
 
 def test_schedules_are_the_formulas() -> None:
