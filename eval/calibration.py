@@ -24,9 +24,9 @@ from torch import Tensor
 
 from mdlm.checkpoint import provenance
 from mdlm.denoiser import Denoiser
-from mdlm.eval.curves import NoisyOracle
 from mdlm.eval.plots import Panel, Point, panels
 from mdlm.eval.sources import ExactSource
+from mdlm.eval.sources_noisy import NoisyOracle
 from mdlm.eval.sources_zoo import build_source
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.generate import generate

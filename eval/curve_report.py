@@ -15,18 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from mdlm.checkpoint import provenance
-from mdlm.eval.curves import CORE, RARE, SWEEPS, NoisyOracle, Truth, curve_point
+from mdlm.denoiser import Denoiser
+from mdlm.eval.curves import CORE, RARE, SWEEPS, Truth, curve_point
+from mdlm.eval.likelihood_run import weights_digest
+from mdlm.eval.sources import ExactSource
+from mdlm.eval.sources_noisy import NoisyOracle, excess_nats
+from mdlm.eval.sources_text import SourceModel
 from mdlm.eval.sources_zoo import build_source
+from mdlm.load import load_model
 
 DEFAULT_SOURCES = ["markov", "noisy_copy", "parity", "templates", "dyck", "sudoku"]
 JUDGED_BY_KL = {"markov", "hmm", "noisy_copy", "templates"}
 """Sources of which no strategy draws an impossible sequence: judged by `kl`, which has less noise than the gap and no
 sign. The others by the share of impossible sequences; their gap is of the possible ones only, and 0 where all are
 equally likely."""
+NEVER_IMPOSSIBLE = {"markov", "hmm", "noisy_copy"}
+"""Of these nobody draws an impossible sequence, not even a model that gives mass to what cannot be."""
 
 POINTS = "points.jsonl"
 GOOD_KL, GOOD_SHARE = 0.02, 0.05
-"""Good enough: a divergence of at most 2 % of the entropy, or at most 5 % impossible sequences."""
+"""Good enough: a divergence of at most 2 % of the entropy above the least that any point of the source has (0 with an
+oracle), or at most 5 % more impossible sequences than that."""
+GATE_SAMPLES = 64
 
 Record = dict[str, Any]
 
@@ -40,6 +50,8 @@ def curves(
     samples: int = 64,
     temperature: float = 1.0,
     uniform: float = 0.0,
+    noise: float = 0.0,
+    model: str | None = None,
     resamples: int = 200,
     source_seed: int = 0,
     plots: bool = True,
@@ -57,13 +69,18 @@ def curves(
         samples: sequences per seed and point.
         temperature: of the oracle's predictions (1: exact; below: overconfident), to stand for a model that errs.
         uniform: share of uniform noise in the oracle's predictions, in [0, 1].
+        noise: standard deviation of Gaussian noise on the oracle's logits, drawn anew for every canvas, position and
+            symbol (layer A3, `sources_noisy.py`).
+        model: checkpoint of a model that was trained on the one source named (layer B, `python -m
+            mdlm.training.layer_b`); it predicts in float64 in the oracle's place.
         resamples: bootstrap samples of the 95 % bands.
         source_seed: of random sources.
         plots: draw pictures (needs matplotlib).
         resume: keep the points that the folder holds already.
 
     Raises:
-        ValueError: unknown names, too few samples or seeds, a folder that holds points already, a failed gate.
+        ValueError: unknown names, too few samples or seeds, a model that does not fit its source, a folder that holds
+            points already, a failed gate.
     """
     seeds = [0, 1, 2] if seeds is None else seeds
     names = list(CORE) if strategies is None else strategies
@@ -72,8 +89,15 @@ def curves(
         raise ValueError(f"no sweep is defined for {', '.join(unknown)}; there are: {', '.join(SWEEPS)}")
     if not seeds or len(set(seeds)) != len(seeds) or samples < 2 or resamples < 1:
         raise ValueError("curves need different seeds, 2 or more samples for each, and 1 or more resamples")
+    if not sources:
+        raise ValueError("name one source or more")
     for source in sources:
-        build_source(source, length, source_seed)
+        NoisyOracle(build_source(source, length, source_seed), temperature, uniform, noise)
+    trained = None
+    if model is not None:
+        if len(sources) != 1 or (temperature, uniform, noise) != (1.0, 0.0, 0.0):
+            raise ValueError("a model stands for one oracle: give one source, and no temperature, uniform or noise")
+        trained = SourceModel(*load_model(model, "float64", "cpu"), build_source(sources[0], length, source_seed))
     folder = Path(output)
     path = folder / POINTS
     if path.exists() and not resume:
@@ -85,6 +109,8 @@ def curves(
         "samples": samples,
         "temperature": temperature,
         "uniform": uniform,
+        "noise": noise,
+        "weights": None if trained is None else weights_digest(trained.model),
         "resamples": resamples,
         "source_seed": source_seed,
     }
@@ -92,7 +118,7 @@ def curves(
     records = list(done)
     with path.open("a", encoding="utf-8") as file:
         _append(file, {"kind": "curves", "settings": settings, **provenance()})
-        for record in measured(sources, names, settings, {_key(point) for point in done}):
+        for record in measured(sources, names, settings, {_key(point) for point in done}, trained):
             _append(file, record)
             records.append(record)
             print(progress(record), file=sys.stderr, flush=True)
@@ -104,36 +130,59 @@ def curves(
 
 
 def measured(
-    sources: Sequence[str], names: Sequence[str], settings: Mapping[str, Any], done: set[tuple[Any, ...]]
+    sources: Sequence[str],
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    done: set[tuple[Any, ...]],
+    trained: SourceModel | None = None,
 ) -> Iterator[Record]:
-    """The truth of each source and the points that are not done yet."""
-    exact = settings["temperature"] == 1 and settings["uniform"] == 0
+    """The truth of each source and the points that are not done yet.
+
+    Where something that errs stands for the oracle, the gate of exactness is passed with the oracle first. Raises
+    GateError.
+    """
+    seeds, samples = settings["seeds"], settings["samples"]
     for name in sources:
         source = build_source(name, settings["length"], settings["source_seed"])
-        truth = Truth.of(source, settings["samples"], len(settings["seeds"]))
-        denoiser = source if exact else NoisyOracle(source, settings["temperature"], settings["uniform"])
-        about = {"source": name, "length": source.length, "entropy": source.entropy()}
+        truth = Truth.of(source, samples, len(seeds))
+        denoiser = _denoiser(source, settings, trained)
+        exact = denoiser is source
+        by_kl = name in (JUDGED_BY_KL if trained is None else NEVER_IMPOSSIBLE)
+        about = {
+            "source": name,
+            "length": source.length,
+            "entropy": source.entropy(),
+            "judged_by": "kl" if by_kl else "impossible",
+        }
         head = {"kind": "truth", **about, "entropy_error": source.entropy_error, **truth.values}
         if _key(head) not in done:
-            yield head
+            excess, error = (0.0, 0.0) if exact else excess_nats(source, denoiser)
+            yield {**head, "excess": excess, "excess_error": error}
         for strategy in names:
-            values = SWEEPS[strategy].values
-            for value in values:
-                head = {"kind": "point", "source": name, "strategy": strategy, "value": value}
-                if _key(head) in done:
-                    continue
+            values, one_token = SWEEPS[strategy].values, SWEEPS[strategy].one_token
+            left = [value for value in values if ("point", name, strategy, value) not in done]
+            if left and not exact and one_token is not None:
+                curve_point(truth, source, strategy, one_token, seeds[:1], GATE_SAMPLES, resamples=0, twice=False)
+            for value in left:
                 point = curve_point(
                     truth,
                     denoiser,
                     strategy,
                     value,
-                    settings["seeds"],
-                    settings["samples"],
+                    seeds,
+                    samples,
                     settings["resamples"],
                     exact,
                     twice=value == values[len(values) // 2],
                 )
-                yield {**head, **about, **point}
+                yield {"kind": "point", "source": name, "strategy": strategy, "value": value, **about, **point}
+
+
+def _denoiser(source: ExactSource, settings: Mapping[str, Any], trained: SourceModel | None) -> Denoiser:
+    if trained is not None:
+        return trained
+    how = (settings["temperature"], settings["uniform"], settings["noise"])
+    return source if how == (1, 0, 0) else NoisyOracle(source, *how)
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -175,7 +224,7 @@ def error(record: Mapping[str, Any]) -> float:
 
     Infinite where a strategy has no `kl`.
     """
-    if record["source"] in JUDGED_BY_KL:
+    if record["judged_by"] == "kl":
         return math.inf if record["kl"] is None else float(record["kl"])
     return 1 - float(record["possible"])
 
@@ -185,14 +234,14 @@ def error_at(points: Sequence[Record], most: float) -> float | None:
     return min((error(point) for point in points if point["nfe"] <= most + 1e-9), default=None)
 
 
-def cost_of_good(points: Sequence[Record]) -> float | None:
-    """Fewest evaluations of one curve's points that are good enough (`GOOD_KL`, `GOOD_SHARE`); None if none is."""
-    good = []
-    for point in points:
-        limit = GOOD_KL * point["entropy"] if point["source"] in JUDGED_BY_KL else GOOD_SHARE
-        if error(point) <= limit:
-            good.append(float(point["nfe"]))
-    return min(good, default=None)
+def tolerance(truth: Mapping[str, Any]) -> float:
+    """How much more error than the least is good enough (`GOOD_KL`, `GOOD_SHARE`)."""
+    return GOOD_KL * float(truth["entropy"]) if truth["judged_by"] == "kl" else GOOD_SHARE
+
+
+def cost_of_good(points: Sequence[Record], limit: float) -> float | None:
+    """Fewest evaluations of one curve's points with no more error than `limit`; None if there is none."""
+    return min((float(point["nfe"]) for point in points if error(point) <= limit), default=None)
 
 
 def by_curve(records: Sequence[Record], source: str) -> dict[str, list[Record]]:
@@ -215,17 +264,19 @@ def as_markdown(records: Sequence[Record]) -> str:
     """A table per source: the least error at so many evaluations, the best in bold, and the cost of a good result."""
     parts = []
     for source, truth in _truths(records).items():
-        length, divergence = truth["length"], source in JUDGED_BY_KL
+        length, divergence = truth["length"], truth["judged_by"] == "kl"
         what = "divergence in nats" if divergence else "share of impossible sequences"
-        limit = f"{GOOD_KL * truth['entropy']:.2f} nats" if divergence else f"{GOOD_SHARE:.0%}"
         heads = [f"NFE ≤ {length / budget:g}" for budget in BUDGETS]
         curves_ = by_curve(records, source)
+        least = min((error(point) for points in curves_.values() for point in points), default=0.0)
+        limit = (0.0 if math.isinf(least) else least) + tolerance(truth)
+        shown = f"{limit:.2f} nats" if divergence else f"{limit:.1%}"
         columns = [[error_at(points, length / budget) for points in curves_.values()] for budget in BUDGETS]
-        columns.append([cost_of_good(points) for points in curves_.values()])
+        columns.append([cost_of_good(points, limit) for points in curves_.values()])
         lines = [
-            f"### {source} (length {length}, entropy {truth['entropy']:.1f} nats): {what}",
+            f"### {source} (length {length}, entropy {truth['entropy']:.1f} nats{_excess(truth)}): {what}",
             "",
-            f"| strategy | {' | '.join(heads)} | NFE for ≤ {limit} |",
+            f"| strategy | {' | '.join(heads)} | NFE for ≤ {shown} |",
             "|---" * (len(columns) + 1) + "|",
         ]
         digits = [2 if divergence else 3] * len(BUDGETS) + [1]
@@ -234,6 +285,13 @@ def as_markdown(records: Sequence[Record]) -> str:
             lines.append(f"| {name} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _excess(truth: Mapping[str, Any]) -> str:
+    """How wrong the denoiser is that stood for the oracle; nothing for the oracle itself."""
+    if not truth["excess"]:
+        return ""
+    return f", denoiser {truth['excess']:.3f} ± {truth['excess_error']:.3f} nats per token above it"
 
 
 def _cell(value: float | None, column: Sequence[float | None], places: int) -> str:
@@ -269,7 +327,9 @@ def as_html(records: Sequence[Record], pictures: Mapping[str, str]) -> str:
     parts = ["<!doctype html><meta charset=utf-8><title>Quality against speed</title>", f"<style>{style}</style>"]
     heads = "".join(f"<th>{html.escape(head)}</th>" for head, _ in COLUMNS.values())
     for source, truth in _truths(records).items():
-        parts.append(f"<h2>{html.escape(source)}: length {truth['length']}, {truth['entropy']:.2f} nats</h2>")
+        parts.append(
+            f"<h2>{html.escape(source)}: length {truth['length']}, {truth['entropy']:.2f} nats{_excess(truth)}</h2>"
+        )
         parts.append(pictures.get(source, ""))
         parts.append(f"<table><tr><th>strategy</th><th>knob</th>{heads}</tr>")
         rows = [("the source itself", "", truth)]
@@ -291,14 +351,22 @@ def _html_cell(record: Mapping[str, Any], key: str, places: int) -> str:
     return f"<td>{shown}{band}</td>"
 
 
-def curve_series(records: Sequence[Record]) -> dict[str, tuple[str, str, float, dict[str, list[Any]]]]:
-    """What is drawn per source: heading, label, level of what is perfect, and per strategy (NFE, value, low, high)."""
+X_AXES = {
+    "nfe": "evaluations per sample (NFE)",
+    "tokens_fed": "tokens fed per sample",
+    "seconds_per_sample": "seconds per sample, all samples in one batch",
+}
+"""Costs that curves are drawn over -> label."""
+
+
+def curve_series(records: Sequence[Record], x: str = "nfe") -> dict[str, tuple[str, str, float, dict[str, list[Any]]]]:
+    """What is drawn per source: heading, label, level of what is perfect, and per strategy (x, value, low, high)."""
     found = {}
     for source, truth in _truths(records).items():
         key, level = ("gap", 0.0) if source in JUDGED_BY_KL else ("possible", 1.0)
         series = {
             name: sorted(
-                (point["nfe"], point[key], point[f"{key}_low"], point[f"{key}_high"])
+                (point[x], point[key], point[f"{key}_low"], point[f"{key}_high"])
                 for point in points
                 if point[key] is not None
             )
@@ -311,15 +379,16 @@ def curve_series(records: Sequence[Record]) -> dict[str, tuple[str, str, float, 
 
 
 def draw(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """A picture per source in `folder`: signed gap, or share of possible sequences, against evaluations."""
+    """Pictures per source in `folder`: signed gap, or share of possible sequences, against each of `X_AXES`."""
     from mdlm.eval.plots import band_plot
 
-    pictures = {}
-    for source, (heading, label, level, series) in curve_series(records).items():
-        path = folder / f"{source}.svg"
-        band_plot(series, path, title=heading, x_label="evaluations per sample (NFE)", y_label=label, level=level)
-        text = path.read_text(encoding="utf-8")
-        pictures[source] = text[text.index("<svg") :]
+    pictures: dict[str, str] = {}
+    for x, x_label in X_AXES.items():
+        for source, (heading, label, level, series) in curve_series(records, x).items():
+            path = folder / (f"{source}.svg" if x == "nfe" else f"{source}_{x}.svg")
+            band_plot(series, path, title=heading, x_label=x_label, y_label=label, level=level)
+            text = path.read_text(encoding="utf-8")
+            pictures[source] = pictures.get(source, "") + text[text.index("<svg") :]
     return pictures
 
 

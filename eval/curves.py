@@ -1,12 +1,12 @@
 """Quality against speed of unmasking strategies, on sources whose probabilities are known exactly.
 
 The oracle denoiser of a source makes no mistakes, so whatever is wrong with the samples is the strategy's own error
-(layer A); a `NoisyOracle` stands for a model that errs (layer A3). Each strategy is swept over its own knob. Measured
-is what judges like generative perplexity miss: the *signed* gap of the mean -log p to the entropy (a sampler that
-prefers likely tokens lies below 0 and is as wrong as one above), the share of possible sequences and of rare steps,
-pair frequencies, variety. All sampling is at temperature 1, with the same noise for all strategies. Three gates fail a
-run: one token a step must be exact, the counts of evaluations and tokens must be what the denoiser saw, and a row must
-not depend on its batch. Read next: `sources_zoo.py`, `curve_report.py`.
+(layer A); a `NoisyOracle` stands for a model that errs (layer A3), a `SourceModel` is one (layer B). Each strategy is
+swept over its own knob. Measured is what judges like generative perplexity miss: the *signed* gap of the mean -log p to
+the entropy (a sampler that prefers likely tokens lies below 0 and is as wrong as one above), the share of possible
+sequences and of rare steps, pair frequencies, variety. All sampling is at temperature 1, with the same noise for all
+strategies. Three gates fail a run: one token a step must be exact, the counts of evaluations and tokens must be what
+the denoiser saw, and a row must not depend on its batch. Read next: `sources_zoo.py`, `curve_report.py`.
 """
 
 from __future__ import annotations
@@ -87,53 +87,6 @@ SWEEPS: dict[str, Sweep] = {
 
 CORE = ("random", "ancestral", "confidence", "threshold", "factor", "eb", "spaced", "spans", "klass", "swd", "dus")
 """The curves drawn unless others are asked for: the extremes, the usual choices and the ones with a guarantee."""
-
-
-@dataclass(frozen=True)
-class NoisyOracle:
-    """A source's oracle made imperfect (layer A3): q = (1 - uniform) p^(1 / temperature) / Z + uniform / symbols.
-
-    Temperatures below 1 are overconfident. Raises ValueError for values out of range.
-    """
-
-    source: ExactSource
-    temperature: float = 1.0
-    uniform: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be above 0 (1: the exact conditionals)")
-        if not 0 <= self.uniform <= 1:
-            raise ValueError(f"uniform is {self.uniform}; it must lie in [0, 1] (0: the exact conditionals)")
-
-    @property
-    def mask_token_id(self) -> int:
-        """The source's."""
-        return self.source.mask_token_id
-
-    @property
-    def num_tokens(self) -> int:
-        """The source's."""
-        return self.source.num_tokens
-
-    @property
-    def device(self) -> torch.device:
-        """The source's."""
-        return self.source.device
-
-    def __call__(
-        self,
-        tokens: Int[Tensor, "batch length"],
-        *,
-        attention_mask: Bool[Tensor, "batch length"] | None = None,
-        position_ids: Int[Tensor, "batch length"] | None = None,
-        at: Bool[Tensor, "batch length"] | None = None,
-    ) -> Float64[Tensor, "..."]:
-        """See `Denoiser`."""
-        exact = self.source(tokens, attention_mask=attention_mask, position_ids=position_ids, at=at)
-        p = (exact / self.temperature).softmax(dim=-1)[..., :-1]
-        mixed = (1 - self.uniform) * p + self.uniform / self.source.vocab
-        return torch.nn.functional.pad(mixed.log(), (0, 1), value=-math.inf)
 
 
 @dataclass

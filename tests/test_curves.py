@@ -15,8 +15,9 @@ from torch import Tensor
 from mdlm.eval import __main__ as command
 from mdlm.eval import curve_report, curves
 from mdlm.eval import sources_zoo as zoo
-from mdlm.eval.curves import SWEEPS, Counting, GateError, NoisyOracle, Sweep, Truth, curve_point, measure
+from mdlm.eval.curves import SWEEPS, Counting, GateError, Sweep, Truth, curve_point, measure
 from mdlm.eval.sources import ExactSource, MarkovSource
+from mdlm.eval.sources_noisy import NoisyOracle
 from mdlm.samplers import cache
 
 SEEDS = [0, 1, 2]
@@ -202,24 +203,6 @@ def test_equal_predictions_tie_exactly_whatever_the_batch() -> None:
     torch.testing.assert_close(one, source(masked), atol=1e-9, rtol=0)
 
 
-# A denoiser that errs.
-
-
-def test_the_noisy_oracle_is_the_formula() -> None:
-    source = SMALL["markov"]
-    state = source.sample(5, seeded(0)).masked_fill(torch.rand(5, 10, generator=seeded(1)) < 0.5, 4)
-    exact = source(state).exp()[..., :4]
-    torch.testing.assert_close(NoisyOracle(source)(state).exp()[..., :4], exact)
-    got = NoisyOracle(source, temperature=0.5, uniform=0.2)(state)
-    sharp = exact**2 / (exact**2).sum(-1, keepdim=True)
-    torch.testing.assert_close(got.exp()[..., :4], 0.8 * sharp + 0.2 / 4)
-    assert bool((got[..., 4] == -math.inf).all())
-    with pytest.raises(ValueError, match="temperature"):
-        NoisyOracle(source, temperature=0.0)
-    with pytest.raises(ValueError, match="uniform"):
-        NoisyOracle(source, uniform=1.5)
-
-
 def test_an_overconfident_oracle_writes_too_likely_text() -> None:
     sharp = NoisyOracle(SMALL["markov"], temperature=0.5)
     point = curve_point(TRUTHS["markov"], sharp, "random", 1, SEEDS, 40, exact=False)
@@ -227,6 +210,9 @@ def test_an_overconfident_oracle_writes_too_likely_text() -> None:
 
 
 # The report.
+
+
+JUDGES = {"markov": "kl", "parity": "impossible"}
 
 
 def record(source: str, strategy: str, nfe: float, kl: float | None, possible: float = 1.0) -> dict[str, Any]:
@@ -240,12 +226,14 @@ def record(source: str, strategy: str, nfe: float, kl: float | None, possible: f
         "kl": kl,
         "possible": possible,
         "entropy": 50.0,
+        "judged_by": JUDGES[source],
     }
 
 
 def test_strategies_are_compared_at_a_budget_and_per_source() -> None:
     records: list[dict[str, Any]] = [
-        {"kind": "truth", "source": name, "length": 16, "entropy": 50.0} for name in ("markov", "parity")
+        {"kind": "truth", "source": name, "length": 16, "entropy": 50.0, "judged_by": judge, "excess": 0.0}
+        for name, judge in JUDGES.items()
     ]
     records += [record("markov", "a", 2, 9.0), record("markov", "a", 8, 0.5), record("markov", "b", 2, 3.0)]
     records += [record("parity", "a", 2, None, 0.0), record("parity", "a", 8, 0.0, 0.96)]
@@ -253,13 +241,19 @@ def test_strategies_are_compared_at_a_budget_and_per_source() -> None:
     assert curve_report.error_at(points["a"], 2) == 9.0
     assert curve_report.error_at(points["a"], 16) == 0.5
     assert curve_report.error_at(points["a"], 1) is None
-    assert curve_report.cost_of_good(points["a"]) == 8
-    assert curve_report.cost_of_good(points["b"]) is None
+    assert curve_report.tolerance(records[0]) == 1.0
+    assert curve_report.cost_of_good(points["a"], 1.0) == 8
+    assert curve_report.cost_of_good(points["b"], 1.0) is None
     table = curve_report.as_markdown(records)
     assert "| a | 9.00 | 9.00 | **0.50** | **0.50** | **8.0** |" in table
     assert "| b | **3.00** | **3.00** | 3.00 | 3.00 | – |" in table
     assert "| a | **1.000** | **1.000** | **0.040** | **0.040** | **8.0** |" in table
     assert table.count("###") == 2
+    assert "NFE for ≤ 1.50 nats" in table  # 2 % of the entropy above the least error
+    assert "NFE for ≤ 9.0%" in table
+    assert "above it" not in table
+    erring = curve_report.as_markdown([{**records[0], "excess": 0.02, "excess_error": 0.001}, *records[2:]])
+    assert "denoiser 0.020 ± 0.001 nats per token above it" in erring
     rounded = curve_report.as_markdown([records[0], record("markov", "a", 2, -1e-10)])
     assert "**0.00**" in rounded
     assert "-0.00" not in rounded
@@ -283,12 +277,13 @@ def test_the_command_writes_points_tables_and_pictures(tmp_path: Path, capsys: p
     assert {"nfe", "tokens_fed", "seconds_per_sample", "gap", "possible", "rare", "pair_tv"} <= set(points[0])
     page = (tmp_path / "curves.html").read_text()
     assert page.count("<tr>") == 2 * (1 + 1 + 13)  # heading, the source itself, points
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 2 * 3  # over evaluations, tokens fed and seconds
     assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl", "").replace(
         "https://matplotlib.org", ""
     ).replace("http://creativecommons.org", "")
     assert "### markov" in (tmp_path / "curves.md").read_text()
-    assert (tmp_path / "parity.svg").stat().st_size > 5000
+    for x in ("", "_tokens_fed", "_seconds_per_sample"):
+        assert (tmp_path / f"parity{x}.svg").stat().st_size > 5000
 
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,9 +306,73 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.
     assert kept(file.read_text().splitlines()) == kept(whole)
 
 
+def broken(monkeypatch: pytest.MonkeyPatch, gate: str) -> None:
+    """A bug that one gate exists for."""
+    if gate == "exactness":
+        monkeypatch.setitem(SWEEPS, "random", dataclasses.replace(SWEEPS["random"], values=(2,), one_token=2))
+        return
+    original = cache.WholeCanvas.__call__
+
+    def miscounting(self: Any, state: Any, tokens: Tensor, at: Tensor, window: Tensor) -> Tensor:
+        state.nfe = state.nfe + 1
+        return original(self, state, tokens, at, window)
+
+    def crowded(self: Any, state: Any, tokens: Tensor, at: Tensor, window: Tensor) -> Tensor:
+        answer = original(self, state, tokens, at, window)
+        rolled = torch.cat([answer[..., :-1].roll(1, dims=-1), answer[..., -1:]], dim=-1)
+        return rolled if len(tokens) > 6 else answer
+
+    monkeypatch.setattr(cache.WholeCanvas, "__call__", miscounting if gate == "counts" else crowded)
+
+
+@pytest.mark.parametrize("options", [[], ["--noise", "0.3"]], ids=["oracle", "noisy"])
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("exactness", "one token a step must follow"),
+        ("counts", "the denoiser saw"),
+        ("batches", "comes out differently"),
+    ],
+)
+def test_a_run_fails_where_a_gate_does(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    gate: str,
+    message: str,
+    options: list[str],
+) -> None:
+    """Also with a model that errs, whose samples show nothing: the oracle is asked first."""
+    if gate == "batches":  # where one token a step is tried, its gate would be the first to see it
+        monkeypatch.setitem(SWEEPS, "random", dataclasses.replace(SWEEPS["random"], one_token=None))
+    broken(monkeypatch, gate)
+    assert run(tmp_path, "--strategies", "[random]", "--plots", "false", *options) == 1
+    assert message in capsys.readouterr().err
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "points.jsonl").read_text().splitlines()]
+    assert "truth" in kinds  # what was measured stays
+
+
+def test_noise_makes_the_run_that_of_a_model_that_errs(tmp_path: Path) -> None:
+    assert run(tmp_path, "--noise", "0.5", "--plots", "false", "--sources", "[markov]", "--samples", "40") == 0
+    lines = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
+    (truth,) = (line for line in lines if line["kind"] == "truth")
+    assert truth["excess"] > 5 * truth["excess_error"] > 0
+    single = [line for line in lines if line.get("one_token")]
+    assert single
+    for line in single:  # one token a step is as wrong as the predictions are, not exact
+        assert line["kl_low"] > 0
+        assert abs(line["kl"] - truth["excess"] * 8) < 0.4 * line["kl"] + 0.1
+    assert "above it" in (tmp_path / "curves.md").read_text()
+    assert lines[0]["settings"]["noise"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        (["--noise", "-1"], "noise is -1"),
+        (["--model", "nowhere"], "one source"),
+        (["--model", "nowhere", "--sources", "[markov]"], "no such folder"),
+        (["--sources", "[]"], "name one source"),
         (["--sources", "[markof]"], "did you mean 'markov'"),
         (["--strategies", "[clad]"], "no sweep is defined for clad"),
         (["--samples", "1"], "2 or more samples"),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mdlm.config import MDLMConfig
 from mdlm.denoiser import FunctionDenoiser, ModelDenoiser
-from mdlm.eval.curves import NoisyOracle
 from mdlm.eval.likelihood_conditional import conditional
 from mdlm.eval.sources import MarkovSource, TabularSource
+from mdlm.eval.sources_noisy import NoisyOracle
 from mdlm.modeling import MDLMForMaskedLM
 
 TABLE = TabularSource.random(6, 3, torch.Generator().manual_seed(2))
