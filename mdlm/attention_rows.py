@@ -3,14 +3,15 @@
 Span-level samplers (CLAD, 2605.29607; DAPD, 2603.12996) decide by attention what may be committed together. Asking a
 network for all its weights would cost [heads, seq, seq] per layer and rule out flash attention. Here the queries and
 keys of the last layers are noted while the one forward runs, whatever implementation runs it, and softmax(q k / sqrt d)
-is computed again for the rows of interest only. Values are normalised over everything the row sees, padding excluded;
-only then are the columns of interest taken. Read next: `samplers/conflicts.py`, which uses them.
+is computed again for the rows of interest only, once it is known which: those of tokens about to be committed. Values
+are normalised over everything the row sees, padding excluded; only then are the columns of interest taken. Read next:
+`samplers/conflicts.py`, which uses them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -44,6 +45,14 @@ def slots(at: Bool[Tensor, "batch seq"]) -> tuple[Int[Tensor, "batch slots"], Bo
     index = torch.zeros(used.shape, dtype=torch.int64, device=at.device)
     index[row, slot] = position
     return index, used
+
+
+TOGETHER = 4
+"""Layers whose weights are computed in one go: more would need more memory than they save calls."""
+
+
+Attention = Callable[[Bool[Tensor, "batch seq"]], Float[Tensor, "batch slots slots"]]
+"""What one forward has attended to, between any of its positions that are asked for: see `attention_rows`."""
 
 
 class Heads(NamedTuple):
@@ -109,17 +118,21 @@ def attention_rows(
     key_turn = rotary_angles(config, positions)
     query_turn = rotary_angles(config, positions.gather(1, source))
 
-    total: Tensor | None = None
-    for query, key in noted:
+    assert noted, "no layer ran"
+    total: Tensor | float = 0.0
+    for start in range(0, len(noted), TOGETHER):  # layers side by side, as if they were more heads of one
+        layers = noted[start : start + TOGETHER]
         if plan is not None:
-            query, key = _unpacked(query, plan, at.shape), _unpacked(key, plan, at.shape)
-        assert query.shape[:2] == at.shape, "the forward that was noted saw other tokens"
-        chosen = query.gather(1, source[:, :, None, None].expand(-1, -1, *query.shape[2:]))
-        weights = _weights(rotate(chosen.transpose(1, 2), *query_turn), rotate(key.transpose(1, 2), *key_turn), sees)
-        total = weights if total is None else total + weights
-    assert total is not None, "no layer ran"
+            layers = [Heads(*(_unpacked(heads, plan, at.shape) for heads in layer)) for layer in layers]
+        assert layers[0].query.shape[:2] == at.shape, "the forward that was noted saw other tokens"
+        picked = source[:, :, None, None].expand(-1, -1, *layers[0].query.shape[2:])
+        query = torch.cat([layer.query.gather(1, picked) for layer in layers], dim=2).transpose(1, 2)
+        key = torch.cat([layer.key for layer in layers], dim=2).transpose(1, 2)
+        weights = _weights(rotate(query, *query_turn), rotate(key, *key_turn), sees)
+        total = total + weights * (len(layers) / len(noted))
+    assert isinstance(total, Tensor)
     columns = total.gather(2, index[:, None, :].expand(-1, index.shape[1], -1))
-    return (columns / len(noted)).masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
+    return columns.masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
 
 
 def _unpacked(heads: Tensor, plan: FlashPlan, shape: torch.Size) -> Float[Tensor, "batch seq heads dim"]:
@@ -133,7 +146,7 @@ def _weights(
     key: Float[Tensor, "batch kv_heads seq dim"],
     sees: Bool[Tensor, "batch slots seq"] | None,
 ) -> Float[Tensor, "batch slots seq"]:
-    """softmax(q k / sqrt d) of one layer, mean over heads."""
+    """softmax(q k / sqrt d), mean over heads."""
     grouped = query.unflatten(1, (key.shape[1], -1))  # heads of one group share a key
     scores = grouped @ key[:, :, None].transpose(-1, -2) * query.shape[-1] ** -0.5
     if sees is not None:
@@ -153,9 +166,9 @@ class AttendingDenoiser(Protocol):
         at: Bool[Tensor, "batch seq"],
         attention_mask: Bool[Tensor, "batch seq"] | None = None,
         position_ids: Int[Tensor, "batch seq"] | None = None,
-    ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "batch slots slots"]]:
-        """What the denoiser answers at `at`, and the attention between those positions: see `attention_rows` and, for
-        `layers`, `layer_count`."""
+    ) -> tuple[Float[Tensor, "rows vocab"], Attention]:
+        """What the denoiser answers at `at`, and the attention of that forward, to be asked before the next one; for
+        `layers` see `layer_count`."""
 
 
 @dataclass
@@ -167,8 +180,8 @@ class AttentionTap:
 
     denoiser: Any
     layers: int | float
-    taken: list[Float[Tensor, "batch slots slots"]] = field(default_factory=list)
-    """Of each call since it was last emptied."""
+    taken: list[tuple[Attention, int]] = field(default_factory=list)
+    """Of each call since it was last emptied, with the length of what it was fed."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.denoiser, AttendingDenoiser):
@@ -207,16 +220,22 @@ class AttentionTap:
         answer, attention = self.denoiser.with_attention(
             tokens, layers=self.layers, at=at, attention_mask=attention_mask, position_ids=position_ids
         )
-        self.taken.append(attention)
+        self.taken.append((attention, tokens.shape[1]))
         return answer
 
-    def take(self, rows: Bool[Tensor, " batch"]) -> Float[Tensor, "batch slots slots"]:
+    def take(self, rows: Bool[Tensor, " batch"]) -> Attention:
         """The attention of the first call since the last `take` (under guidance: of the branch that sees the prompt),
         which was about these rows; zeros in others."""
-        attention = self.taken[0]
+        attention, seq = self.taken[0]
         self.taken.clear()
-        if attention.shape[0] == rows.shape[0]:
-            return attention
-        out = attention.new_zeros(rows.shape[0], *attention.shape[1:])
-        out[rows] = attention
-        return out
+
+        def of_all_rows(at: Bool[Tensor, "batch seq"]) -> Float[Tensor, "batch slots slots"]:
+            assert not bool(at[:, seq:].any()), "no attention where nothing was fed"
+            if bool(rows.all()):
+                return attention(at[:, :seq])
+            found = attention(at[rows, :seq])
+            out = found.new_zeros(rows.shape[0], *found.shape[1:])
+            out[rows] = found
+            return out
+
+        return of_all_rows

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mdlm.attention_rows import attention_rows, layer_count, noted_heads
+from mdlm.attention_rows import Attention, attention_rows, layer_count, noted_heads
 from mdlm.checks import check_kv
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM
@@ -191,11 +191,11 @@ class ModelDenoiser:
         at: Bool[Tensor, "batch seq"],
         attention_mask: Bool[Tensor, "batch seq"] | None = None,
         position_ids: Int[Tensor, "batch seq"] | None = None,
-    ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "batch slots slots"]]:
+    ) -> tuple[Float[Tensor, "rows vocab"], Attention]:
         """See `attention_rows.AttendingDenoiser`; one forward, under any attention implementation."""
         with noted_heads(self.model, layer_count(layers, self.model.config.num_hidden_layers)) as noted:
             log_probs = self(tokens, attention_mask=attention_mask, position_ids=position_ids, at=at)
-        return log_probs, attention_rows(self.model, noted, at, attention_mask, position_ids)
+        return log_probs, lambda asked: attention_rows(self.model, noted, asked, attention_mask, position_ids)
 
     def check_shadows(self) -> None:
         """See `shadow.ShadowDenoiser`."""

@@ -48,17 +48,12 @@ class Conflict(Protocol):
 
 def attention_between(spans: Spans) -> Float[Tensor, "batch slots slots"]:
     """Attention from each member's prediction to each member; 0 in unused slots."""
-    attention = spans.step.attention
-    if attention is None:
+    if spans.step.attention is None:
         raise ValueError(
             "this conflict graph reads attention, but the selector around it does not ask for any; give the selector "
             "an attribute attention_layers with the number of layers"
         )
-    assert spans.step.at is not None
-    column = (spans.step.at.long().cumsum(dim=1) - 1).gather(1, spans.position).clamp(min=0)
-    rows = attention.gather(1, column[:, :, None].expand(-1, -1, attention.shape[2]))
-    between = rows.gather(2, column[:, None, :].expand(-1, column.shape[1], -1))
-    return between.masked_fill(~(spans.used[:, :, None] & spans.used[:, None, :]), 0.0)
+    return spans.step.attention(spans.dense(spans.used))
 
 
 def different(spans: Spans) -> Bool[Tensor, "batch units units"]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from mdlm.attention_rows import AttentionTap
@@ -216,10 +216,16 @@ class Run:
 
     def _draw(self, step: Step) -> Int64[Tensor, " rows"]:
         """A token for each prediction: each on its own, or jointly under a constraint."""
-        uniform = step.packed(self.state.uniform(NOISE_TOKEN))
+        uniform = step.packed(self._token_noise())
         if self.paths is not None:
             return self.paths.draw(self.strategy.draw, uniform)
         return self.strategy.draw(step.log_probs, uniform)
+
+    def _token_noise(self) -> Float64[Tensor, "batch seq"]:
+        """Uniform numbers to draw tokens by; zeros where none is needed."""
+        if self.strategy.draw.temperature == 0:
+            return torch.zeros_like(self.state.log_probs)
+        return self.state.uniform(NOISE_TOKEN)
 
     def _ensure_progress(
         self, step: Step, commit: Bool[Tensor, "batch seq"], scores: Float[Tensor, "batch seq"] | None = None
@@ -246,7 +252,7 @@ class Run:
         if step.drawn is not None:
             tokens = step.drawn[chosen]
         elif len(row):
-            tokens = self.strategy.draw(log_probs, state.uniform(NOISE_TOKEN)[row, position])
+            tokens = self.strategy.draw(log_probs, self._token_noise()[row, position])
         else:
             return commit
         written = log_probs.gather(-1, tokens[:, None])[:, 0].double()

@@ -269,7 +269,7 @@ class Clusters(Looking):
         if spans.position.shape[1] == 0:
             return members
         keep = spans.length > 0
-        if self.conflict is not None:
+        if self.conflict is not None and bool((keep.sum(dim=1) > 1).any()):
             graph = self.conflict(spans)
             solver = self.solver or (matching if self.conflict.is_matching else Greedy())
             keep = solver(graph, spans)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from mdlm.attention_rows import Attention
 from mdlm.passes import entropies, largest
 from mdlm.rng import counter_uniform
 from mdlm.samplers.draw import Draw
@@ -121,8 +122,9 @@ class Step:
     """Untempered log-probabilities at `at` after all transforms, packed."""
     drawn: Int64[Tensor, " rows"] | None = None
     """Token drawn for each prediction before positions are selected; None if they are drawn afterwards."""
-    attention: Float[Tensor, "batch slots slots"] | None = None
-    """Attention between the positions in `at` (see `mdlm.attention_rows`); None unless the selector asks for it."""
+    attention: Attention | None = None
+    """Attention of the step's forward between any positions (`mdlm.attention_rows`); None unless the selector reads
+    attention (`attention_layers`)."""
     draw: Draw = field(default_factory=Draw)
     """How tokens are drawn, for scores of what is drawn from."""
 

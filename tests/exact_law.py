@@ -165,6 +165,8 @@ class _DrawNoise:
     """A draw whose uniform numbers are the tokens."""
 
     before_select: bool
+    temperature: float = 1.0
+    """Not 0: the noise is asked for."""
 
     def __call__(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         return uniform.long()

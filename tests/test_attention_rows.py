@@ -49,9 +49,9 @@ def test_rows_equal_what_eager_attention_returns(layout: str, options: dict, lay
     model = make_model("eager", torch.float64, **options)
     arguments, real = batch(layout)
     at = some(real)
-    log_probs, found = denoiser(model).with_attention(arguments.pop("input_ids"), layers=layers, at=at, **arguments)
+    log_probs, ask = denoiser(model).with_attention(arguments.pop("input_ids"), layers=layers, at=at, **arguments)
     arguments["input_ids"] = batch(layout)[0]["input_ids"]
-    for row, expected in zip(found, eager_rows(model, arguments, at, layers)):
+    for row, expected in zip(ask(at), eager_rows(model, arguments, at, layers)):
         count = len(expected)
         torch.testing.assert_close(row[:count, :count], expected, rtol=0, atol=1e-10)
         assert not row[count:].any()
@@ -70,9 +70,8 @@ def test_it_works_whatever_implementation_runs_the_forward(implementation: str, 
     answers = []
     for name in ("eager", implementation):
         inputs = dict(arguments)
-        answers.append(
-            denoiser(make_model(name, dtype)).with_attention(inputs.pop("input_ids"), layers=2, at=at, **inputs)[1]
-        )
+        ask = denoiser(make_model(name, dtype)).with_attention(inputs.pop("input_ids"), layers=2, at=at, **inputs)[1]
+        answers.append(ask(at))
     torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-10)
 
 
@@ -82,10 +81,9 @@ def test_the_padding_mask_is_not_ignored() -> None:
     arguments, real = batch("right padding")
     alone = real[1].nonzero()[:, 0]
     ids = arguments["input_ids"]
-    together = denoiser(model).with_attention(ids, layers=2, at=real, attention_mask=real)[1][1]
-    single = denoiser(model).with_attention(ids[1:, alone], layers=2, at=torch.ones(1, len(alone), dtype=torch.bool))[
-        1
-    ][0]
+    together = denoiser(model).with_attention(ids, layers=2, at=real, attention_mask=real)[1](real)[1]
+    everywhere = torch.ones(1, len(alone), dtype=torch.bool)
+    single = denoiser(model).with_attention(ids[1:, alone], layers=2, at=everywhere)[1](everywhere)[0]
     torch.testing.assert_close(together[: len(alone), : len(alone)], single, rtol=0, atol=1e-10)
     assert (single.sum(dim=-1) - 1).abs().max() < 1e-10, "all it sees is asked for, so its weights sum to 1"
 
@@ -95,8 +93,8 @@ def test_rows_follow_the_shift_of_the_logits() -> None:
     plain, shifted = make_model("eager", torch.float64), make_model("eager", torch.float64, shift_logits=True)
     ids = batch("dense")[0]["input_ids"]
     everywhere = torch.ones_like(ids, dtype=torch.bool)
-    own = denoiser(plain).with_attention(ids, layers=2, at=everywhere)[1]
-    moved = denoiser(shifted).with_attention(ids, layers=2, at=everywhere)[1]
+    own = denoiser(plain).with_attention(ids, layers=2, at=everywhere)[1](everywhere)
+    moved = denoiser(shifted).with_attention(ids, layers=2, at=everywhere)[1](everywhere)
     assert (moved[:, 1:] - own[:, :-1]).abs().max() < 1e-12
     assert (moved[:, 0] - own[:, 0]).abs().max() < 1e-12, "the first token has no other"
     assert (moved[:, 1:] - own[:, 1:]).abs().max() > 1e-3
@@ -108,8 +106,8 @@ def test_values_are_normalised_over_the_whole_row_before_columns_are_taken() -> 
     few = torch.zeros_like(ids, dtype=torch.bool)
     few[:, 3:6] = True
     everywhere = torch.ones_like(few)
-    part = denoiser(model).with_attention(ids, layers=2, at=few)[1]
-    full = denoiser(model).with_attention(ids, layers=2, at=everywhere)[1]
+    ask = denoiser(model).with_attention(ids, layers=2, at=everywhere)[1]
+    part, full = ask(few), ask(everywhere)
     torch.testing.assert_close(part, full[:, 3:6, 3:6], rtol=0, atol=1e-12)
     assert bool((part.sum(dim=-1) < 0.99).all())
 
@@ -160,6 +158,6 @@ def test_rows_that_were_not_fed_have_no_attention() -> None:
     tap = AttentionTap(denoiser(make_model("eager", torch.float64)), 1)
     ids = batch("dense")[0]["input_ids"]
     tap(ids[1:], at=torch.ones(1, ids.shape[1], dtype=torch.bool))
-    taken = tap.take(torch.tensor([False, True]))
+    taken = tap.take(torch.tensor([False, True]))(torch.ones(2, ids.shape[1], dtype=torch.bool))
     assert not taken[0].any()
     assert torch.allclose(taken[1].sum(dim=-1), torch.ones(ids.shape[1]).double())

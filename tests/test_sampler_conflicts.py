@@ -80,11 +80,12 @@ def clad_rows(step: Step, threshold: float) -> list[tuple[list[int], list[int]]]
     chosen = Clusters(threshold, conflict=MutualTop1())(scores_of(step), step)
     confidence = scores_of(step).exp()
     pairs = []
+    between = step.attention(step.candidates)  # type: ignore[misc]
     for row in range(len(chosen)):
         undecided = positions(step.candidates[row])
         attention = [[0.0] * confidence.shape[1] for _ in range(confidence.shape[1])]
         for (a, i), (b, j) in itertools.product(enumerate(undecided), repeat=2):
-            attention[i][j] = float(step.attention[row, a, b])  # type: ignore[index]
+            attention[i][j] = float(between[row, a, b])
         values = {i: float(confidence[row, i]) for i in undecided}
         pairs.append((positions(chosen[row]), ref.clad_step(values, attention, threshold, confidence.shape[1])))
     return pairs
@@ -104,10 +105,7 @@ def test_predictions_that_are_no_candidates_do_not_shift_the_attention() -> None
         few = step.candidates & (torch.arange(14) % 3 != seed % 3)
         if int(few.sum()) == 0:
             continue
-        inside = few[step.at][:, None] & few[step.at]
-        count = int(few.sum())
         alone = dataclasses.replace(step, candidates=few, at=few, log_probs=step.log_probs[few[step.at]])
-        alone.attention = step.attention[0][inside].reshape(1, count, count)  # type: ignore[index]
         more = dataclasses.replace(step, candidates=few)
         scores = scores_of(step).masked_fill(~few, -torch.inf)
         for conflict in (MutualTop1(), ThresholdedAttention(0.6, 0.6), CrossProbability(-6.0)):
@@ -167,10 +165,11 @@ def test_two_clusters_are_judged_by_the_block_and_not_by_the_whole_sequence() ->
     class Spy(MutualTop1):
         def __call__(self, spans: Spans) -> Graph:
             seen.extend(spans.step.window.sum(dim=1).tolist())
-            assert spans.step.attention.shape[1] <= 4  # type: ignore[union-attr]
+            assert spans.position.shape[1] <= 4
             return super().__call__(spans)
 
-    unmask(model, Canvas.from_prompts([[3] * 40], 8), Strategy(select=Clusters(0.2, conflict=Spy()), window=Blocks(4)))
+    select = Clusters(0.0, tokens, conflict=Spy())
+    unmask(model, Canvas.from_prompts([[3] * 40], 8), Strategy(select=select, window=Blocks(4)))
     assert set(seen) == {4}
 
 
@@ -220,10 +219,10 @@ def test_guidance_decides_by_the_attention_of_the_branch_that_sees_the_prompt() 
 
     class Spy(MutualTop1):
         def __call__(self, spans: Spans) -> Graph:
-            seen.append(spans.step.attention)  # type: ignore[arg-type]
+            seen.append(spans.step.attention(spans.step.candidates))  # type: ignore[misc]
             return super().__call__(spans)
 
-    select = Clusters(0.2, conflict=Spy())
+    select = Clusters(0.0, tokens, conflict=Spy())
     unmask(tiny_model(), canvas, Strategy(select=select, window=strategy.window, cache=Guided(0.5)))
     unmask(tiny_model(), canvas, Strategy(select=select, window=strategy.window))
     assert torch.equal(seen[0], seen[[s.shape[1] for s in seen[1:]].index(10) + 1])
@@ -366,7 +365,7 @@ def test_dapd_equals_the_reference(seed: int, low: float, high: float) -> None:
     chosen = Clusters(0.0, tokens, conflict=graph, solver=Greedy("influence"))(scores, step)
     for row in range(len(chosen)):
         undecided = positions(step.candidates[row])
-        weights = step.attention[row].tolist()  # type: ignore[index]
+        weights = step.attention(step.candidates)[row].tolist()  # type: ignore[misc]
         n = len(undecided)
         tie = [[0.0 if a == b else (weights[a][b] + weights[b][a]) / 2 for b in range(n)] for a in range(n)]
         threshold = low + (high - low) * (1 - n / scores.shape[1])

@@ -13,9 +13,10 @@ from exact_law import exact_law, markov, source_law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_tools import VOCAB, HashDenoiser, label, ragged_canvas, same_rows, tiny_model, unmask
-from span_steps import make_step, positions, random_step, scores_of
+from span_steps import between, make_step, positions, random_step, scores_of
 from torch import Tensor
 
+from mdlm.attention_rows import Attention
 from mdlm.denoiser import FunctionDenoiser
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.conflicts import CrossProbability, MutualTop1, ThresholdedAttention
@@ -291,9 +292,8 @@ def test_a_selector_that_hides_a_conflict_is_told_what_to_do() -> None:
 
 def test_a_denoiser_of_the_users_own_may_give_attention() -> None:
     class Attending(FunctionDenoiser):
-        def with_attention(self, tokens: Tensor, *, layers: int, at: Tensor, **other: Any) -> tuple[Tensor, Tensor]:
-            width = int(at.sum(dim=1).max())
-            return self(tokens, at=at), torch.full((len(tokens), width, width), 0.5)
+        def with_attention(self, tokens: Tensor, *, layers: int, at: Tensor, **other: Any) -> tuple[Tensor, Attention]:
+            return self(tokens, at=at), between(torch.full((len(tokens), 12, 12), 0.5))
 
     logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(0)) * 4
     model = Attending(lambda tokens: logits.expand(len(tokens), 12, VOCAB), 0, VOCAB)
