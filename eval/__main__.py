@@ -1,8 +1,8 @@
 """`mdlm eval CHECKPOINT`: the validation NELBO of a checkpoint with its standard error, beside the unigram baseline.
 
 Prints one JSON line per result, with the protocol, the text, versions and commit; `--results FILE` appends it to a file
-as well. Without `--data` the text held out by the training run is evaluated. `mdlm eval curves` and `mdlm eval text`
-are commands of their own (`SUBCOMMANDS`). Read next: `likelihood.py`.
+as well. Without `--data` the text held out by the training run is evaluated. `mdlm eval curves` and others are
+commands of their own (`SUBCOMMANDS`). Read next: `likelihood.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def evaluate(
 
     Several processes (`accelerate launch -m mdlm.eval ...`) share the rows and give the number of one; the first of
     them reports. Further commands have their own help: `mdlm eval curves` (quality against speed of strategies on
-    sources with known probabilities) and `mdlm eval text` (generative perplexity of samples under a judge).
+    sources with known probabilities), `mdlm eval variance` (noise of the estimators against their cost), `mdlm eval
+    text` (generative perplexity of samples under a judge) and the others of `SUBCOMMANDS`.
 
     Args:
         checkpoint: a checkpoint folder, or the output_dir of a run (its newest checkpoint).
@@ -241,6 +242,8 @@ def summary(record: dict[str, Any]) -> str:
 SUBCOMMANDS = {
     "curves": "mdlm.eval.curve_report",
     "text": "mdlm.eval.generative",
+    "variance": "mdlm.eval.likelihood_variance",
+    "tasks": "mdlm.eval.harness_command",
     "calibration": "mdlm.eval.calibration",
     "plot": "mdlm.eval.plot_kinds",
 }
