@@ -166,13 +166,13 @@ def evaluate_tasks(options: TaskOptions, given: dict[str, Any]) -> dict[str, Any
     `given`: options of `harness_options.resolve`. Raises ValueError for unknown tasks and options, before the model is
     asked anything.
     """
+    from mdlm.eval.harness import MDLM  # says what to install where lm_eval is missing
+
+    assert options.tasks is not None
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable
 
-    from mdlm.eval.harness import MDLM
-
-    assert options.tasks is not None
     preset = None if options.preset is None else load_preset(options.preset)
     manager = _task_manager(TaskManager, options)
     names = find_tasks(options.tasks, manager.all_tasks)
