@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ from mdlm.attention import (
 from mdlm.checks import check_clean, check_feed, check_inputs, check_outputs
 from mdlm.config import MDLMConfig
 from mdlm.generation import generation_defaults
+from mdlm.head_loss import Scored, ScoredOutput, fuses, weighted_nll
 from mdlm.keyvalues import KeyValues, fed_predecessor
 from mdlm.layers import (
     BranchLinear,
@@ -275,13 +277,15 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         output_attentions: bool = False,
         kv: KeyValues | None = None,
         clean_ids: Int[Tensor, "batch seq"] | None = None,
-    ) -> MaskedLMOutput:
-        """Raw logits of every token, or of the tokens asked for.
+        scored: Scored | None = None,
+    ) -> MaskedLMOutput | ScoredOutput:
+        """Raw logits of every token, or of the tokens asked for, or their loss.
 
         Args:
             input_ids, attention_mask, position_ids, output_hidden_states, output_attentions, kv, clean_ids: as in
                 `MDLMModel`. With `clean_ids` the logits are those of the noised tokens.
             logits_at: compute the head on these positions only. Changes nothing but time and memory.
+            scored: return the loss of the positions of `logits_at` (`head_loss.py`) instead of their logits.
 
         Returns:
             `logits [batch, seq, vocab]`, or with `logits_at` `[rows, vocab]` for its True positions in reading order.
@@ -289,13 +293,19 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
             from the hidden state of the token before it in its document (the first token's from its own).
 
         Raises:
-            ValueError: as `MDLMModel`, or `logits_at` is not a boolean mask of the shape of `input_ids`.
+            ValueError: as `MDLMModel`, or `logits_at` is not a boolean mask of the shape of `input_ids`, or `scored`
+                comes without it or for a head that is not a plain matrix (`head_loss.fuses`).
         """
         check_inputs(self.config, input_ids, attention_mask, position_ids)
         if logits_at is not None and (logits_at.dtype != torch.bool or logits_at.shape != input_ids.shape):
             raise ValueError(
                 f"logits_at is {logits_at.dtype} of shape {list(logits_at.shape)}; it must be a boolean mask of the "
                 f"shape of input_ids, {list(input_ids.shape)}"
+            )
+        if scored is not None and (logits_at is None or not fuses(self.lm_head)):
+            raise ValueError(
+                f"scored= needs logits_at= and a head that is a plain matrix, got logits_at={logits_at} and "
+                f"{type(self.lm_head).__name__}: leave scored out and make the loss from the logits (subs.subs_nll)"
             )
         out = self.model(
             input_ids,
@@ -326,28 +336,36 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         elif clean_ids is not None and logits_at is None:
             hidden = hidden[:, : input_ids.shape[1]]
         if logits_at is not None:
-            logits = self._head_at(hidden, logits_at, source)
+            rows, count = self._rows_at(hidden, logits_at, source)
+            if scored is not None:
+                return self._score(rows, count, scored)
+            logits = self.lm_head(rows)[:count] if len(rows) > count else self.lm_head(rows)
         elif source is not None:
             logits = self.lm_head(hidden.gather(1, source[:, :, None].expand(-1, -1, hidden.shape[2])))
         else:
             logits = self.lm_head(hidden)
         return MaskedLMOutput(logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
 
-    def _head_at(
+    def _rows_at(
         self,
         hidden: Float[Tensor, "batch seq width"],
         at: Bool[Tensor, "batch seq"],
         source: Int[Tensor, "batch seq"] | None,
-    ) -> Float[Tensor, "rows vocab"]:
+    ) -> tuple[Float[Tensor, "rows width"], int]:
+        """The hidden states that predict the positions of `at`, filled up to `head_rows`, and how many they are."""
         rows = at.flatten().nonzero().squeeze(-1)
         count, total, seq = len(rows), at.numel(), at.shape[1]
         if source is not None or hidden.shape[1] != seq:
             column = rows % seq if source is None else source.flatten()[rows]
             rows = rows // seq * hidden.shape[1] + column
-        padded = head_rows(count, total)
-        rows = F.pad(rows, (0, padded - count))
-        logits = self.lm_head(hidden.flatten(0, 1).index_select(0, rows))
-        return logits if padded == count else logits[:count]
+        rows = F.pad(rows, (0, head_rows(count, total) - count))
+        return hidden.flatten(0, 1).index_select(0, rows), count
+
+    def _score(self, rows: Float[Tensor, "rows width"], count: int, scored: Scored) -> ScoredOutput:
+        spare = len(rows) - count
+        filled = replace(scored, targets=F.pad(scored.targets, (0, spare)), weight=F.pad(scored.weight, (0, spare)))
+        loss, nll = weighted_nll(rows, self.lm_head.weight, filled)
+        return ScoredOutput(loss=loss, nll=nll[:count])
 
     @classmethod
     def can_generate(cls) -> bool:

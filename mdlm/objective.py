@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mdlm.block import units_of
 from mdlm.corrupt import lone_mask_importance, mask_count, mask_tokens
+from mdlm.head_loss import Scored
 from mdlm.modeling import head_rows
 from mdlm.schedule import (
     TIME_SAMPLING,
@@ -213,7 +214,14 @@ class ObjectiveConfig:
         return make_schedule(self.schedule, self.schedule_power)
 
     def build(
-        self, *, global_batch: int, seed: int, mask_token_id: int, num_tokens: int, block_size: int | None = None
+        self,
+        *,
+        global_batch: int,
+        seed: int,
+        mask_token_id: int,
+        num_tokens: int,
+        block_size: int | None = None,
+        fused_head: bool = False,
     ) -> Objective:
         """The objective of one run; `block_size` is the model's."""
         options = {field.name: self.__dict__[field.name] for field in fields(ObjectiveConfig)}
@@ -224,6 +232,7 @@ class ObjectiveConfig:
             mask_token_id=mask_token_id,
             num_tokens=num_tokens,
             block_size=block_size,
+            fused_head=fused_head,
         )
 
 
@@ -239,6 +248,8 @@ class Objective(ObjectiveConfig):
     """Ids >= num_tokens are padding rows of the vocabulary and can never be emitted."""
     block_size: int | None = None
     """None: each row is noised and predicted as a whole. Else block diffusion, for a model with this `block_size`."""
+    fused_head: bool = False
+    """The model makes head and loss in one (`head_loss.py`): the same loss in less time and memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -369,30 +380,35 @@ class Objective(ObjectiveConfig):
 
         `model(input_ids=, attention_mask=, position_ids=, logits_at=).logits` must be the raw logits
         [rows, vocab] of the positions asked for in row-major order. float32 or better, whatever their precision.
-        In block diffusion `clean_ids=` is passed as well.
+        In block diffusion `clean_ids=` is passed as well, and with `fused_head` `scored=`, which returns the loss.
         """
-        at, nll = self._nll(model, noised)
+        at, nll, loss = self._evaluate(model, noised)
         return LossTerms(
-            loss=(noised.weight[at] * nll).sum(),
+            loss=(noised.weight[at] * nll).sum() if loss is None else loss,
             nll_sum=nll.detach().sum(dtype=torch.float64),
             masked_count=noised.masked.sum(),
         )
 
     def token_nats(self, model: Any, noised: NoisedBatch) -> Float[Tensor, "batch seq"]:
         """Negative log-likelihood in nats of each masked token, 0 elsewhere; `model` as in `numerator`."""
-        at, nll = self._nll(model, noised)
+        at, nll, _ = self._evaluate(model, noised)
         return nll.new_zeros(at.shape).masked_scatter(at, nll)
 
-    def _nll(self, model: Any, noised: NoisedBatch) -> tuple[Bool[Tensor, "batch seq"], Float[Tensor, "rows"]]:
-        """Where the head was asked, and what is there: 0 where it is not masked."""
+    def _evaluate(
+        self, model: Any, noised: NoisedBatch
+    ) -> tuple[Bool[Tensor, "batch seq"], Float[Tensor, "rows"], Float[Tensor, ""] | None]:
+        """Where the head was asked, the nll there (0 where it is not masked), and the loss if the model made it."""
         at = _filled(noised.masked)
-        clean = {} if self.block_size is None else {"clean_ids": noised.targets}
-        logits = model(
+        targets = noised.targets[at]
+        more: dict[str, Any] = {} if self.block_size is None else {"clean_ids": noised.targets}
+        if self.fused_head:
+            more["scored"] = Scored(targets, noised.weight[at], self.mask_token_id, self.num_tokens)
+        out = model(
             input_ids=noised.input_ids,
             attention_mask=noised.attention_mask,
             position_ids=noised.position_ids,
             logits_at=at,
-            **clean,
-        ).logits
-        nll = subs_nll(logits, noised.targets[at], self.mask_token_id, self.num_tokens, reuse=True)
-        return at, torch.where(noised.masked[at], nll, 0.0)
+            **more,
+        )
+        nll = out.nll if self.fused_head else subs_nll(out.logits, targets, self.mask_token_id, self.num_tokens)
+        return at, torch.where(noised.masked[at], nll, 0.0), out.loss if self.fused_head else None

@@ -18,7 +18,6 @@ from mdlm.data import Batch
 from mdlm.modeling import head_rows
 from mdlm.objective import LossTerms, NoisedBatch, Objective, ObjectiveConfig
 from mdlm.schedule import SCHEDULES
-from mdlm.subs import subs_nll
 
 VOCAB, TOKENS, MASK = 24, 20, 3  # four padding rows of the vocabulary
 OPTIONS: list[dict[str, Any]] = [
@@ -376,21 +375,6 @@ def test_rows_beside_the_masked_ones_add_nothing() -> None:
         answers.append((terms.loss.item(), terms.nll_sum.item(), leaf.grad.clone()))
     assert answers[0][:2] == answers[1][:2]
     assert torch.equal(answers[0][2], answers[1][2])
-
-
-def test_the_gradient_may_take_the_place_of_the_logits() -> None:
-    leaf = torch.randn(5, VOCAB, requires_grad=True)
-    targets = torch.tensor([3, 4, 5, 6, 7])
-    gradients = []
-    for reuse in (False, True):
-        leaf.grad = None
-        nll = subs_nll(leaf * 1.0, targets, MASK, VOCAB, reuse=reuse).sum()
-        nll.backward(retain_graph=True)
-        assert leaf.grad is not None
-        gradients.append(leaf.grad.clone())
-    assert torch.equal(*gradients)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        nll.backward()
 
 
 def test_model_sees_the_masks_and_positions_of_the_batch() -> None:

@@ -27,6 +27,7 @@ from mdlm.chat import chat_tokenizer
 from mdlm.config import MDLMConfig
 from mdlm.convert import is_public, load_public, open_checkpoint
 from mdlm.data import BatchStream, Data, open_data, training_texts
+from mdlm.head_loss import fuses
 from mdlm.load import check_finite, model_folder
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import Objective
@@ -243,6 +244,8 @@ def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTo
     initial = initial_folder(config)
     if initial is not None:
         model = _stored_model(config, initial if resume is None or config.lora.r is not None else resume)
+        if options.block_size is not None:
+            model.config.block_size = options.block_size
     else:
         sizes = MDLMConfig(
             vocab_size=padded_vocab_size(tokenizer),
@@ -316,6 +319,7 @@ def build_objective(config: TrainConfig, model: MDLMForMaskedLM, total_steps: in
         mask_token_id=model.config.mask_token_id,
         num_tokens=model.config.num_tokens,
         block_size=model.config.block_size,
+        fused_head=fuses(model.lm_head),
     )
 
 
@@ -358,6 +362,7 @@ def set_up(config: TrainConfig) -> Run:
         run.drift = SpectralDrift(core, config.drift, links.team.is_main)
         run.parts.append(run.drift)
     if config.outer.preset != "none":
-        run.outer = make_outer(core, config.outer, links, accelerator.distributed_type == DistributedType.FSDP)
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        run.outer = make_outer(core, model, run.raw_optimizer, config.outer, links, sharded)
         run.parts.append(run.outer)
     return run
