@@ -254,7 +254,7 @@ def test_every_scenario_from_laptops_to_a_hundred_thousand_accelerators(
 ) -> None:
     assert main(["--scenario", scenario, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["method"] for row in rows] == ["data parallel, bf16", *PRESETS]
+    assert [row["method"] for row in rows] == ["data parallel, bf16", *(name for name in PRESETS if name != "gpa")]
     for row in rows:
         assert 0 < row["realistic_utilisation"] <= row["utilisation"] <= 1
         assert 0 < row["goodput"] <= 1 <= row["straggling"]

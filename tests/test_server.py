@@ -52,7 +52,8 @@ class Island:
         patience: float = 20.0,
     ) -> None:
         self.model, self.island = Toy(seed), island
-        self.served = Served(config, options, address, island, islands, patience)
+        config = dataclasses.replace(config, engine="syncer", syncer=options)
+        self.served = Served(config, address, island, islands, patience)
         self.outer = OuterStep(self.model, config, self.served)
         adopted = self.served.join(self.outer.fragments, self.outer.anchors)
         if adopted is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -18,7 +19,13 @@ PLAIN = OuterConfig(optimizer="sgd", lr=1.0)
 
 
 def syncer(config: OuterConfig = PLAIN, fragments: int = 1, members: int = 3, **options: float) -> Syncer:
-    made = Syncer(config, SyncerConfig(**options), [PIECES] * fragments, [START] * fragments)  # type: ignore[arg-type]
+    config = dataclasses.replace(
+        config,
+        engine="syncer",
+        fragments=fragments,
+        syncer=SyncerConfig(**options),  # type: ignore[arg-type]
+    )
+    made = Syncer(config, [PIECES] * fragments, [START] * fragments)
     made.members = set(range(members))
     return made
 

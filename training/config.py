@@ -69,7 +69,8 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     """One matrix for embedding and head."""
     block_size: int | None = None
-    """Block-causal attention: full inside blocks of this many positions, causal between them; null: bidirectional."""
+    """Block diffusion: attention is full inside blocks of this many positions and causal between them, and each block
+    is noised under its clean past; null: bidirectional, or with `init_from` what the folder says."""
     shift_logits: bool = False
     """The row for position i is computed at position i - 1, as in models converted from causal ones."""
     attn_implementation: str = "sdpa"
@@ -80,7 +81,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises ValueError if sizes are given beside `init_from`. Sizes themselves are checked by `MDLMConfig`."""
         if self.init_from is not None:
-            free = {"init_from", "attn_implementation", "gradient_checkpointing"}
+            free = {"init_from", "attn_implementation", "gradient_checkpointing", "block_size"}
             given = [
                 f.name for f in dataclasses.fields(self) if f.name not in free and getattr(self, f.name) != f.default
             ]
@@ -251,6 +252,12 @@ class TrainConfig:
             raise ValueError("--model.init_from brings its own tokenizer; remove --tokenizer.path")
         if self.outer.preset == "none" and self.outer != OuterConfig():
             raise ValueError("--outer options have no effect without --outer.preset; give one (or custom)")
+        if self.outer.engine == "primal" and self.train.ema is not None:
+            raise ValueError("--outer.engine primal averages the weights itself; leave --train.ema out")
+        if self.outer.engine == "gradients" and self.train.precision == "fp16":
+            raise ValueError(
+                "--outer.engine gradients does not work with fp16: residuals of gradients whose scale changes"
+            )
         if self.outer.preset == "muloco" and self.optim.name != "muon":
             raise ValueError(f"--outer.preset muloco is Muon inside; --optim.name is {self.optim.name}")
 

@@ -137,6 +137,11 @@ class CompressedGradients:
         everyone = len(merged.stats.contributors) == self._exchange.islands
         return merged.delta if everyone else torch.full_like(merged.delta, torch.nan)
 
+    def forget(self) -> None:
+        """As before the first step."""
+        self._steps = self.bytes_sent = 0
+        self._exchange.load_state_dict({})
+
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs; each process has its own residuals. Shares memory."""
         layout_ = [(piece.name, piece.shape) for piece in self._fragment]

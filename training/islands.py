@@ -41,7 +41,9 @@ from mdlm.training.fragments import gather, local, scatter
 from mdlm.training.links import Links, minimum_in, total_in
 from mdlm.training.outer import Landed, OuterStep
 from mdlm.training.outer_config import OuterConfig
+from mdlm.training.packets import parse_address
 from mdlm.training.routes import Inside, exchange
+from mdlm.training.served import Served
 from mdlm.training.team import Team
 
 
@@ -84,6 +86,9 @@ class Outer(Protocol):
     def largest(self, value: float) -> float:
         """Largest of the islands' values; at the start only."""
 
+    def forget(self) -> None:
+        """The steps so far were a probe: as before the first, with the parameters as they are."""
+
     def verify(self, facts: Mapping[str, Any]) -> None:
         """Raises ValueError unless all islands start from the same weights and `facts`."""
 
@@ -97,16 +102,49 @@ class Outer(Protocol):
         """Ends threads; nothing may be under way."""
 
 
-def make_outer(core: nn.Module, config: OuterConfig, links: Links, sharded: bool) -> Outer:
-    """The engine that the options ask for. `sharded`: the island's processes hold a shard of the parameters each."""
+def make_outer(
+    core: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: OuterConfig,
+    links: Links,
+    sharded: bool,
+) -> Outer:
+    """The engine that the options ask for.
+
+    Args:
+        core: the model itself.
+        model: as it was wrapped for its processes.
+        optimizer: torch's own.
+        config: the options.
+        links: this process's place among islands.
+        sharded: the island's processes hold a shard of the parameters each.
+
+    Raises:
+        ValueError: options that do not suit the model or its processes.
+    """
+    from mdlm.training.engines import Gradients, Primal
+
+    if config.engine == "gradients":
+        return Gradients(core, model, config, links)
+    if config.engine == "primal":
+        return Primal(core, optimizer, config, links)
     return Islands(core, config, links, sharded)
 
 
 def make_exchange(config: OuterConfig, links: Links, sharded: bool) -> Exchange | None:
     """How this process exchanges; None: one island. Of equal replicas within an island only the main one does."""
+    team, inside = links.team, None
+    if config.engine == "syncer":
+        if sharded or config.rendezvous is None:
+            raise ValueError("--outer.engine syncer needs --outer.rendezvous host:port (of a python -m "
+                             "mdlm.training.server), and DDP within an island: it takes no shards")  # fmt: skip
+        address = parse_address(config.rendezvous, "outer.rendezvous")
+        patience = 600.0 if config.timeout is None else config.timeout
+        served = Served(config, address, links.island, links.islands, patience) if team.is_main else None
+        return Joined(served, links.islands, team, sharded=False)
     if links.wide is None:
         return None
-    team, inside = links.team, None
     if sharded and links.inside is not None:
         inside = Inside(minimum_in(links.inside), total_in(links.inside))
     real = exchange(config, links.wide, inside) if sharded or team.is_main else None
@@ -144,6 +182,21 @@ class Joined:
         delta = torch.empty_like(message.delta) if merged is None else merged.delta
         return replace(rest, delta=self.team.copy_from(delta))
 
+    def join(self, outer: OuterStep) -> None:
+        """Makes the island known to its syncer, and goes on from the syncer's anchors if it has others."""
+        problem: Exception | None = None
+        anchors: list[Tensor] | None = None
+        if self.real is not None:
+            try:
+                anchors = self.real.join(outer.fragments, outer.anchors)
+            except Exception as error:  # noqa: BLE001 - raised below, on every process of the island
+                problem = error
+        anchors, failed = self.team.share((anchors, None if problem is None else str(problem)))
+        if failed is not None:
+            raise ValueError(failed) from problem
+        if anchors is not None:
+            outer.adopt(anchors)
+
     def rewind(self) -> None:
         """See `Exchange`."""
         if self.real is not None:
@@ -176,7 +229,7 @@ class Islands:
         self.differ = links.islands > 1 and (config.merge.rule == "pairs" or config.overlap == "eager")
         self._asked: list[tuple[int, Future[list[Any]]]] = []
         self._moved_at = 0
-        self._known: int | None = None if links.islands == 1 else 0
+        self._known: int | None = None if links.control is None else 0
         self._bytes = 0
         self._clock, self._longest = time.monotonic(), 0.0
         self._resumed = False
@@ -202,7 +255,8 @@ class Islands:
         mine = team.rank if shares > 1 else 0
         part = flat[cuts[mine] : cuts[mine + 1]]
         self.links.wide.sum_(part)
-        self._bytes += 2 * 4 * len(part) * (self.links.islands - 1) // self.links.islands
+        island = len(flat) * (team.size if self.sharded else 1)
+        self._bytes += 2 * 4 * island * (self.links.islands - 1) // self.links.islands
         for source in range(shares if shares > 1 else 0):
             team.copy_from(flat[cuts[source] : cuts[source + 1]], source)
         for g, summed in zip(grads, flat.split([g.numel() for g in grads])):
@@ -249,6 +303,9 @@ class Islands:
 
     def verify(self, facts: Mapping[str, Any]) -> None:
         """See `Outer`."""
+        if self.config.engine == "syncer":
+            assert isinstance(self.exchange, Joined)
+            self.exchange.join(self.outer)
         if self.links.control is None:
             return
         where = repr((self.outer.schedule, self.outer.fragments))
@@ -283,11 +340,15 @@ class Islands:
         wrong = [f"{key} {state[key]} (here {value})" for key, value in own.items() if state[key] != value]
         if wrong:
             raise ValueError(f"--resume: {path} belongs to {', '.join(wrong)}")
-        self.outer.load_state_dict(state["outer"], config.new_islands)
+        self.outer.load_state_dict(state["outer"], config.new_islands or config.engine == "syncer")
         self._moved_at, self._known, self._bytes = state["moved_at"], state["known"], state["bytes"]
         self._resumed = True
         if config.new_islands:
-            self._known = None if self.links.islands == 1 else 0
+            self._known = None if self.links.control is None else 0
+
+    def forget(self) -> None:
+        """See `Outer`: a probe makes no outer step."""
+        self._bytes = 0
 
     def close(self) -> None:
         """See `Outer`."""
@@ -365,16 +426,18 @@ class Islands:
         """
         merge, count, squares = self.config.merge, len(norms), sum(n * n for n in norms)
         pairs = sum(norms) ** 2 - squares
-        if count < 2 or pairs <= 0 or (merge.rule, merge.weights) != ("mean", "uniform"):
+        plain = (merge.rule, merge.weights, self.config.engine) == ("mean", "uniform", "islands")
+        if count < 2 or pairs <= 0 or not plain:
             return None
         return (count * count * merged2 - squares) / pairs
 
     def _left_out(self, landed: list[Landed]) -> list[str]:
         if self.config.merge.rule == "pairs":
             return []
+        asked = range(self.links.islands) if self.config.engine == "islands" else (self.links.island,)
         return [
             f"round {one.round} of fragment {one.fragment}: island(s) {sorted(missing)} left out (pseudo-gradient not "
             "finite or out of bounds)"
             for one in landed
-            if (missing := set(range(self.links.islands)) - set(one.stats.contributors))
+            if (missing := set(asked) - set(one.stats.contributors))
         ]

@@ -170,6 +170,8 @@ def connect(config: OuterConfig, accelerator: Accelerator) -> Links:
     Raises ValueError where options and launch contradict each other, `IslandLost` if islands do not come.
     """
     patience = Patience(config.timeout or FIRST_PATIENCE)
+    if config.engine == "syncer":  # through which alone islands hear of each other
+        return Links(config.island or 0, config.islands, Team.of(accelerator), patience=patience)
     if config.rendezvous is not None:
         return _by_rendezvous(config, accelerator, patience)
     if config.islands > 1:

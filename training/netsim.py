@@ -265,6 +265,8 @@ def bits_per_value(config: OuterConfig, s: Setting) -> float:
 
 def method_of(name: str, config: OuterConfig, s: Setting) -> Method:
     """The outer step's options as this model sees them."""
+    if config.engine == "syncer":  # a message to the syncer, the anchor back in float32
+        return Method(name, config.every, config.fragments, config.tau, 32.0, route="pair")
     route: Route = "pair" if config.merge.rule == "pairs" else config.compress.route
     tau = config.every if config.overlap in ("one_step", "eager") else config.tau
     return Method(name, config.every, config.fragments, tau, bits_per_value(config, s), route=route)

@@ -156,14 +156,23 @@ class OuterConfig:
         "noloco",
         "sparse_loco",
         "edit",
+        "decoupled",
+        "halos",
+        "powersgd",
+        "loco",
+        "gpa",
     ] = "none"
     """The published method whose values the options below take where they are not given; custom: the defaults shown
     here; none: no outer step."""
+    engine: Literal["islands", "syncer", "gradients", "primal"] = "islands"
+    """islands: all exchange with each other; syncer: each with a process of its own kind (`python -m
+    mdlm.training.server`, whose address is `rendezvous`), and none waits for another; gradients: one island, whose
+    processes exchange compressed gradients in every step; primal: one island, primal averaging instead of rounds."""
     islands: int = 1
     """Groups of processes that train apart. With several in one launch they are equal parts of its processes, in
     order of rank; 1 without a rendezvous: the outer step of one island (SNOO, Lookahead)."""
     rendezvous: str | None = None
-    """host:port where the islands meet if each has a launch of its own; island 0 listens there."""
+    """host:port where the islands meet if each has a launch of its own; island 0 listens there, or the syncer."""
     island: int | None = None
     """With a rendezvous: the number of this launch's island, from 0."""
     timeout: float | None = None
@@ -198,16 +207,22 @@ class OuterConfig:
     """streaming: steps between the start of an exchange and the use of its result."""
     alpha: float = 0.0
     """streaming: weight kept on the *local* value when a result lands, in [0, 1); 0 overwrites it."""
+    interpolation: float = 0.7
+    """primal: weight of the average where gradients are taken (GPA's mu_y), in (0, 1]; it keeps momentum^(1 / every)
+    of its past in every step (mu_x)."""
     offload: bool = False
     """Keep anchors and outer optimizer state in CPU memory (pinned where there is a CUDA device)."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """How the islands' pseudo-gradients become one."""
     compress: CompressConfig = field(default_factory=CompressConfig)
     """What goes over the wire."""
+    syncer: SyncerConfig = field(default_factory=SyncerConfig)
+    """When the syncer merges."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the flag. Model-dependent bounds are checked where the model is known."""
         self._check_launch()
+        self._check_engine()
         _require(self.every >= 1, "every", self.every, "1 or more")
         _require(self.start_step >= 0, "start_step", self.start_step, "0 or more")
         _require(self.lr > 0, "lr", self.lr, "positive")
@@ -259,6 +274,42 @@ class OuterConfig:
             well_formed = re.fullmatch(r"[^:\s]+:\d+", self.rendezvous) is not None
             _require(well_formed, "rendezvous", self.rendezvous, "host:port")
             _require(0 <= self.island < self.islands, "island", self.island, f"in [0, islands = {self.islands})")
+
+    def _check_engine(self) -> None:
+        _require(0 < self.interpolation <= 1, "interpolation", self.interpolation, "in (0, 1]")
+        engine, usual = (
+            self.engine,
+            {f.name: f.default for f in fields(self) if not is_dataclass(getattr(self, f.name))},
+        )
+        if engine != "syncer" and self.syncer != SyncerConfig():
+            raise ValueError(f"--outer.syncer options have no effect with --outer.engine {engine}; it must be syncer")
+        free = {"preset", "engine", "timeout", "start_step", "every"}
+        if engine == "primal":
+            free |= {"momentum", "interpolation"}
+            _require(self.start_step == 0, "start_step", self.start_step, "0 with --outer.engine primal")
+            _require(self.compress == CompressConfig(), "compress", self.compress, "left alone with engine primal")
+        if engine in ("gradients", "primal"):
+            _require(self.merge == MergeConfig(), "merge", self.merge, f"left alone with --outer.engine {engine}")
+            for name in sorted(usual.keys() - free):
+                _require(
+                    getattr(self, name) == usual[name], name, getattr(self, name), f"left alone with engine {engine}"
+                )
+        elif self.interpolation != usual["interpolation"]:
+            raise ValueError("--outer.interpolation has no effect without --outer.engine primal")
+        if engine == "gradients":
+            _require(self.every == 1, "every", self.every, "1 with --outer.engine gradients: they travel in every step")
+        if engine == "syncer":
+            if self.rendezvous is None and self.preset != "none" and self.islands > 1:
+                raise ValueError("--outer.engine syncer needs --outer.rendezvous host:port and --outer.island: the "
+                                 "address of a `python -m mdlm.training.server`")  # fmt: skip
+            _require(self.start_step == 0, "start_step", self.start_step, "0 with a syncer, which has no dense phase")
+            _require(self.overlap in ("none", "streaming"), "overlap", self.overlap, "none or streaming with a syncer")
+            _require(
+                self.merge.rule in ("mean", "radial"), "merge.rule", self.merge.rule, "mean or radial with a syncer"
+            )
+            projection = self.compress.projection
+            _require(projection == "none", "compress.projection", projection, "none with a syncer: nothing is shared")
+            _require(not self.new_islands, "new_islands", self.new_islands, "left alone: an island of a syncer is new")
 
     @property
     def landing(self) -> int:
@@ -316,6 +367,40 @@ _METHODS: dict[str, OuterConfig] = {
         lr=1.0,
         compress=CompressConfig(codec="topk", bits=2, route="gather", feedback="classic", decay=0.95),
     ),
+    # Decoupled DiLoCo, 2604.21428: values of the paper but for the number of fragments (24), which is the model's
+    "decoupled": OuterConfig(
+        engine="syncer",
+        every=24,
+        fragments=4,
+        pattern="balanced",
+        overlap="streaming",
+        tau=2,
+        merge=MergeConfig(rule="radial", weights="tokens2_per_step"),
+    ),
+    # HALoS, 2506.04531: its code's values; rates times the buffers, as delayed Nesterov divides by them
+    "halos": OuterConfig(
+        engine="syncer",
+        every=8,
+        optimizer="delayed_nesterov",
+        lr=3.2,
+        buffer=16,
+        syncer=SyncerConfig(grace=0.0, relay=32),
+    ),
+    # PowerSGD, 1905.13727: rank 4; warm-up of ours
+    "powersgd": OuterConfig(
+        engine="gradients",
+        every=1,
+        start_step=10,
+        compress=CompressConfig(projection="low_rank", rank=4, feedback="classic"),
+    ),
+    # LoCo, 2407.04480
+    "loco": OuterConfig(
+        engine="gradients",
+        every=1,
+        compress=CompressConfig(codec="int4", feedback="loco", decay=0.8, reset_every=1024, store="int8"),
+    ),
+    # GPA, 2512.17131
+    "gpa": OuterConfig(engine="primal", every=32),
     # EDiT, 2412.07210
     "edit": OuterConfig(every=128, lr=0.7, momentum=0.8, merge=MergeConfig(rule="edit", clip=10.0)),
 }

@@ -49,8 +49,9 @@ def duration(hours: float) -> str:
 
 
 def methods(s: Setting, custom: Method | None) -> list[Method]:
-    """Data parallel, every preset, and the user's own if there is one."""
-    presets = [method_of(name, config, s) for name, config in PRESETS.items()]
+    """Data parallel, every preset for several islands, and the user's own if there is one."""
+    several = {name: config for name, config in PRESETS.items() if config.engine != "primal"}
+    presets = [method_of(name, config, s) for name, config in several.items()]
     return [DATA_PARALLEL, *presets, *([] if custom is None else [custom])]
 
 

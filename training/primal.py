@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,18 +85,21 @@ class PrimalAveraging:
                 for name, p in self.parameters.items():
                     local(p.detach()).copy_(kept[name])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Both sequences that go on; shares memory."""
-        return {"y": {name: local(p.detach()) for name, p in self.parameters.items()}, "z": self._z}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over a saved state. Raises ValueError if it belongs to other parameters or shards."""
-        shapes = {name: tuple(z.shape) for name, z in self._z.items()}
-        for part in ("y", "z"):
-            if {name: tuple(saved.shape) for name, saved in state[part].items()} != shapes:
-                raise ValueError("the saved average has other parameters or shapes: resume with the same model and "
-                                 "sharding")  # fmt: skip
+    def forget(self) -> None:
+        """As at the start, with the parameters as they are: x = y = z."""
         for name, p in self.parameters.items():
-            local(p.detach()).copy_(state["y"][name])
-            self._z[name].copy_(state["z"][name])
+            self._z[name].copy_(local(p.detach()))
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """z; y is what the parameters hold, and is saved with them. Shares memory."""
+        return {"z": self._z}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes over a saved z. Raises ValueError if it belongs to other parameters or shards."""
+        shapes = {name: tuple(z.shape) for name, z in self._z.items()}
+        if {name: tuple(saved.shape) for name, saved in state["z"].items()} != shapes:
+            raise ValueError(
+                "the saved average has other parameters or shapes: resume with the same model and sharding"
+            )
+        for name, z in self._z.items():
+            z.copy_(state["z"][name])

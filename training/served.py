@@ -24,7 +24,7 @@ from mdlm.training.compress import codec
 from mdlm.training.exchange import Merged, Message, measure
 from mdlm.training.feedback import ErrorFeedback
 from mdlm.training.fragments import Fragment
-from mdlm.training.outer_config import OuterConfig, SyncerConfig
+from mdlm.training.outer_config import OuterConfig
 from mdlm.training.packets import PacketError, connect, floats, receive, send
 
 SHARED = ("optimizer", "lr", "momentum", "beta2", "eps", "buffer", "spread", "fragments", "pattern")
@@ -39,10 +39,10 @@ class Refused(RuntimeError):
     """The syncer does not want this island."""
 
 
-def contract(config: OuterConfig, options: SyncerConfig) -> dict[str, Any]:
+def contract(config: OuterConfig) -> dict[str, Any]:
     """What the syncer is told of the options."""
     shared = {name: getattr(config, name) for name in SHARED}
-    parts: dict[str, Any] = {"merge": config.merge, "compress": config.compress, "syncer": options}
+    parts: dict[str, Any] = {"merge": config.merge, "compress": config.compress, "syncer": config.syncer}
     return shared | {name: dataclasses.asdict(part) for name, part in parts.items()}
 
 
@@ -57,25 +57,24 @@ class Served:
     def __init__(
         self,
         config: OuterConfig,
-        options: SyncerConfig,
         address: tuple[str, int],
         island: int,
         islands: int,
         patience: float = 600.0,
-        step_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`patience`: seconds without an answer after which `SyncerLost` is raised; `step_seconds`: of a step now."""
-        self.config, self.options = config, options
+        """`patience`: seconds without an answer after which `SyncerLost` is raised."""
+        self.config = config
         self.address, self.island, self.islands = address, island, islands
-        self.patience, self._step_seconds = patience, step_seconds
+        self.patience = patience
         self.retries = 0
-        self._contract = contract(config, options)
+        self._contract = contract(config)
         self._codec = codec(config.compress.codec, config.compress)
         self._feedback = ErrorFeedback.of(config.compress)
         self._memories: dict[int, Any] = {}
         self._numbers: list[int] = []
         self._alive: socket.socket | None = None
         self._joining = threading.Lock()
+        self._begun: dict[int, float] = {}
         self._fragments: list[Fragment] = []
         self._anchors: list[Tensor] = []
         self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="outer-push")
@@ -116,7 +115,9 @@ class Served:
         assert self._alive is not None, "join first"
         f = message.fragment
         self._numbers[f] += 1
-        slack = self.config.landing * self._step_seconds()
+        now = time.monotonic()
+        slack = self.config.landing * (now - self._begun.get(f, now)) / self.config.every
+        self._begun[f] = now
         future = self._pool.submit(self._exchange, message, self._numbers[f], self._memories.get(f), slack)
 
         def wait() -> Merged:
@@ -154,6 +155,7 @@ class Served:
         way = message.anchor - anchor
         everyone = [norms.get(i, float("nan")) for i in range(self.islands)]
         stats = measure(message, way, everyone, [i for i, c in shares.items() if c != 0], sent)
+        stats = dataclasses.replace(stats, consensus=float("nan"))  # the way is no plain mean
         after = self._feedback.after(memory, values, self._codec.decode(wire, count).to(device)) if share > 0 else None
         return Merged(way, (), share, stats, anchor=anchor), after
 

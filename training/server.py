@@ -39,26 +39,27 @@ SAVE_SECONDS = 60.0
 """Least time between two writings of the state."""
 
 
-def options_of(contract: dict[str, Any]) -> tuple[OuterConfig, SyncerConfig]:
+def options_of(contract: dict[str, Any]) -> OuterConfig:
     """What the islands were told by their options."""
     merge, compress = MergeConfig(**contract["merge"]), CompressConfig(**contract["compress"])
     shared = {name: contract[name] for name in SHARED}
-    every = max(1, shared["fragments"])  # the schedule is the islands' business
-    return OuterConfig(every=every, merge=merge, compress=compress, **shared), SyncerConfig(**contract["syncer"])
+    every, syncer = shared["fragments"], SyncerConfig(**contract["syncer"])  # the schedule is the islands' business
+    return OuterConfig(engine="syncer", every=every, merge=merge, compress=compress, syncer=syncer, **shared)
 
 
-def upper_options(config: OuterConfig, options: SyncerConfig) -> tuple[OuterConfig, SyncerConfig]:
+def upper_options(config: OuterConfig) -> OuterConfig:
     """The options of the syncer above: everything on arrival, with an optimizer of its own rate."""
-    above = OuterConfig(
-        every=max(1, config.fragments),
+    return OuterConfig(
+        engine="syncer",
+        every=config.fragments,
         optimizer=config.optimizer,
-        lr=options.upper_lr,
-        momentum=options.upper_momentum,
-        buffer=options.upper_buffer,
+        lr=config.syncer.upper_lr,
+        momentum=config.syncer.upper_momentum,
+        buffer=config.syncer.upper_buffer,
         fragments=config.fragments,
         pattern=config.pattern,
+        syncer=SyncerConfig(grace=0.0),
     )
-    return above, SyncerConfig(grace=0.0)
 
 
 class Server:
@@ -154,21 +155,21 @@ class Server:
     def _begin(self, facts: dict[str, Any], anchors: Tensor) -> str | None:
         """Makes the syncer for the first island; what is wrong with another."""
         if self._syncer is None:
-            config, options = options_of(facts["contract"])
+            config = options_of(facts["contract"])
             layout: list[Fragment] = [
                 tuple(
                     Piece(name, tuple(shape), start, stop, embedding) for name, shape, start, stop, embedding in pieces
                 )
                 for pieces in facts["layout"]
             ]
-            syncer = Syncer(config, options, layout, list(anchors.split([pieces[-1].stop for pieces in layout])))
+            syncer = Syncer(config, layout, list(anchors.split([pieces[-1].stop for pieces in layout])))
             if self._state is not None and self._state.is_file():
                 try:
                     syncer.load_state_dict(torch.load(self._state, weights_only=True))
                 except ValueError as error:
                     return str(error)
             if self._upper is not None:
-                above = Served(*upper_options(config, options), self._upper, self._number, self._number + 1)
+                above = Served(upper_options(config), self._upper, self._number, self._number + 1)
                 newer = above.join(syncer.fragments, syncer.anchors)
                 for f, anchor in enumerate(newer or []):
                     syncer.take(f, anchor)
@@ -208,7 +209,8 @@ class Server:
         while ticket.answer is None and not self._closing:
             now = time.monotonic()
             if self._syncer.merge_due(now):
-                self._syncer.relay(self._relay)
+                if self._above is not None:
+                    self._syncer.relay(self._relay)
                 self._save()
                 self._changed.notify_all()
                 continue
@@ -217,9 +219,8 @@ class Server:
 
     def _relay(self, fragment: int, way: Tensor) -> None:
         """Sends a fragment's way to the syncer above; its answer is mixed in when it comes."""
+        assert self._above is not None
         assert self._syncer is not None
-        if self._above is None:
-            return
         syncer = self._syncer
         message = Message(fragment, 0, syncer.fragments[fragment], way, syncer.anchors[fragment].clone(), 1.0)
         wait = self._above.start(message)

@@ -209,6 +209,8 @@ def undone(run: Run) -> Iterator[None]:
     run.raw_optimizer.state.clear()
     if run.ema is not None:
         run.ema = EMA(run.core, run.ema.decay)
+    if run.outer is not None:
+        run.outer.forget()
     if scaler is not None and scale is not None:
         scaler.load_state_dict(scale)
     run.step = run.skipped_steps = run.bad_in_a_row = 0

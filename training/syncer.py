@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mdlm.training.fragments import Fragment
 from mdlm.training.merge import combine, decide, gram
-from mdlm.training.outer_config import OuterConfig, SyncerConfig
+from mdlm.training.outer_config import OuterConfig
 from mdlm.training.outer_optim import OPTIMIZERS, restore
 
 MARGIN = 0.8
@@ -90,18 +90,15 @@ class Syncer:
         relaying: fragments whose report is not answered yet.
     """
 
-    def __init__(
-        self, config: OuterConfig, options: SyncerConfig, fragments: Sequence[Fragment], anchors: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, config: OuterConfig, fragments: Sequence[Fragment], anchors: Sequence[Tensor]) -> None:
         """Takes copies of the anchors.
 
         Args:
-            config: outer optimizer and merge rule.
-            options: when to merge.
+            config: outer optimizer, merge rule, and when to merge (`config.syncer`).
             fragments: the layout of the flat buffers, as on the islands.
             anchors: the islands' common start.
         """
-        self.config, self.options = config, options
+        self.config, self.options = config, config.syncer
         self.fragments = list(fragments)
         self.anchors = [anchor.detach().to(torch.float32, copy=True).cpu() for anchor in anchors]
         self._pieces = [[p.of(a) for p in f] for f, a in zip(self.fragments, self.anchors)]
