@@ -1,0 +1,219 @@
+"""Islands for real: processes under `accelerate launch`, a launch per island, one killed, stopped, resumed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import arguments, assert_same, records, tensors, write_texts
+
+WORKER = Path(__file__).with_name("island_worker.py")
+LAUNCH = [
+    sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=4", "--num_machines=1",
+    "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0",
+]  # fmt: skip
+ROUNDS: dict[str, Any] = {
+    "outer__preset": "diloco",
+    "outer__islands": 2,
+    "outer__every": 3,
+    "outer__start_step": 2,
+    "data__packing": "documents",
+    "train__ema": 0.9,
+    "checkpoint__every": 4,
+    "checkpoint__keep_last": 5,
+    "validation__every": 4,
+}
+"""Steps 0 and 1 are shared; exchanges land after 5 and 8; checkpoint 4 lies within a round."""
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def plan(options: list[str], port: int | None = None, **rest: Any) -> dict[str, Any]:
+    return {"options": options, "port": port, "accident": None, "sgd": False, "fsdp": False, **rest}
+
+
+def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def reports(folder: Path, process: int) -> dict[int, dict[str, Any]]:
+    return {r["run"]: r for r in map(json.loads, (folder / f"{process}.jsonl").read_text().splitlines())}
+
+
+def model_weights(checkpoint: Path) -> dict[str, Any]:
+    return {k: t for k, t in tensors(checkpoint).items() if k.startswith("model.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def launched(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several runs of one launch of four processes: two islands of two, and the identities with four islands."""
+    folder = tmp_path_factory.mktemp("launched")
+    averaging = {"outer__preset": "local_sgd", "outer__islands": 4, "outer__every": 1}
+    same = {"optim__lr": 0.05, "optim__clip_norm": None}
+    runs = [
+        arguments(texts, folder / "straight", **ROUNDS),
+        arguments(texts, folder / "resumed", resume=folder / "straight" / "checkpoint-4", **ROUNDS),
+        arguments(texts, folder / "sharded", **{**ROUNDS, "checkpoint__every": 0}),
+        arguments(texts, folder / "averaging", **averaging, **same),
+        arguments(texts, folder / "parallel", **same),
+    ]
+    plans = [
+        plan(options, port, fsdp=number == 2, sgd=number > 2)
+        for number, (options, port) in enumerate(zip(runs, free_ports(len(runs))))
+    ]
+    (folder / "plan.json").write_text(json.dumps(plans))
+    process = start([*LAUNCH, str(WORKER), str(folder / "plan.json"), str(folder)])
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    for number in range(4):
+        for report in reports(folder, number).values():
+            assert report["error"] is None, report["error"]
+    return folder
+
+
+def test_islands_hold_the_same_bits_after_every_outer_step(launched: Path) -> None:
+    """Of replicas all four processes, of shards those with the same rank within their island."""
+    everybody = [reports(launched, process) for process in range(4)]
+    replicas = [r[0]["hashes"] for r in everybody]
+    assert list(replicas[0]) == ["5", "8"]
+    assert replicas.count(replicas[0]) == 4
+    shards = [r[2]["hashes"] for r in everybody]
+    assert list(shards[0]) == ["5", "8"]
+    assert shards[0] == shards[2]
+    assert shards[1] == shards[3]
+    assert shards[0] != shards[1]
+
+
+def test_sharded_islands_equal_replicated_ones(launched: Path) -> None:
+    replicas, shards = (model_weights(launched / name / "checkpoint-8") for name in ("straight", "sharded"))
+    assert replicas.keys() == shards.keys()
+    assert max((replicas[name] - shards[name]).abs().max() for name in replicas) < 1e-5
+
+
+@pytest.mark.parametrize("island", ["", "island-1"])
+def test_resuming_in_mid_round_changes_no_bit(launched: Path, island: str) -> None:
+    assert_same(launched / "straight" / island / "checkpoint-8", launched / "resumed" / island / "checkpoint-8")
+
+
+def test_islands_train_apart_in_mid_round_and_meet_at_the_end(launched: Path) -> None:
+    one, two = (tensors(launched / "straight" / island / "checkpoint-4") for island in ("", "island-1"))
+    raw = [name for name in one if name.startswith("train_state/model")]
+    assert any((one[name] != two[name]).any() for name in raw)
+    assert all((one[name] == two[name]).all() for name in model_weights(launched / "straight" / "checkpoint-4"))
+
+
+def test_no_collective_crosses_islands_outside_the_outer_step(launched: Path) -> None:
+    """Counted per process group by torch itself; the first two steps are shared by design."""
+    for process in range(4):
+        for run in (0, 2):
+            steps = reports(launched, process)[run]["collectives"]
+            worlds = set()
+            for number, (before, after) in steps.items():
+                busy = [ast.literal_eval(name[: name.index("]") + 1]) for name in after if after[name] > before[name]]
+                worlds |= {count for name, count in after.items() if name.startswith("[0, 1, 2, 3]")}
+                assert busy, "an island's own collectives are counted"
+                crossing = [members for members in busy if {m // 2 for m in members} != {process // 2}]
+                assert bool(crossing) == (int(number) <= 2), (number, crossing)
+            assert len(worlds) == 1, "between the first step and the last the whole launch never met"
+
+
+def test_exchanging_every_step_with_sgd_inside_is_data_parallel_training(launched: Path) -> None:
+    """Outer learning rate 1, no momentum: the mean of the islands' weights after one step each."""
+    averaged, parallel = (model_weights(launched / name / "checkpoint-8") for name in ("averaging", "parallel"))
+    assert max((averaged[name] - parallel[name]).abs().max() for name in parallel) < 1e-6
+    start = records(launched / "parallel", "train")[0]["loss"]
+    assert records(launched / "parallel", "train")[-1]["loss"] < start - 0.05, "something was learnt"
+
+
+def test_what_is_reported_of_an_exchange(launched: Path) -> None:
+    """Bytes: deltas of float32 to one other island, once each way, and a few numbers; a dense step sends as much."""
+    values = sum(t.numel() for t in model_weights(launched / "straight" / "checkpoint-8").values())
+    first, second = records(launched / "straight", "outer")
+    assert (first["step"], first["staleness"], first["contributors"]) == (5, 0, [0, 1])
+    assert first["bytes_sent"] == pytest.approx(4 * values, rel=0.01)
+    assert second["bytes_total"] == pytest.approx(4 * 4 * values, rel=0.02)
+    assert second["bytes_per_token"] == second["bytes_total"] / (8 * 8 * 24 / 2)
+    assert 0 < first["cosine_between_islands"] < first["cosine_to_merged"] < 1
+    assert first["merged_norm"] < first["pseudo_gradient_norm"]
+    assert first["consensus_distance"] > 0
+    assert first["exposed_seconds"] > 0
+    both = [records(launched / "straight" / island, "outer")[0] for island in ("", "island-1")]
+    assert both[0]["merged_norm"] == both[1]["merged_norm"]
+    assert both[0]["pseudo_gradient_norm"] != both[1]["pseudo_gradient_norm"]
+
+
+def test_validation_sees_the_anchors(launched: Path) -> None:
+    """All islands report the same value in mid-round, where their own weights differ."""
+    one, two = ([r["nats_per_token"] for r in records(launched / "straight" / island, "validation")]
+                for island in ("", "island-1"))  # fmt: skip
+    assert one == two
+    assert len(one) == 2
+
+
+def _launch_per_island(folder: Path, plans: list[dict[str, Any]], islands: list[int], first: int) -> list[Any]:
+    (folder / "plan.json").write_text(json.dumps(plans))
+    command = [sys.executable, str(WORKER), str(folder / "plan.json"), str(folder), str(first)]
+    return [start(command, ISLAND=str(island)) for island in islands]
+
+
+def test_a_launch_per_island_killed_stopped_and_resumed(texts: Path, tmp_path: Path) -> None:
+    """Three islands. One is killed in mid-round: the others say so and end; all resume and end as if nothing had been.
+
+    Of two other breaks only one island is told to stop, and all stop together.
+    """
+    ports = free_ports(4)
+
+    def options(output: str, port: int, **more: Any) -> list[str]:
+        rounds = {**ROUNDS, "outer__islands": 3, "outer__every": 4, "outer__start_step": 1, "train__steps": 9}
+        meeting = {"outer__rendezvous": f"127.0.0.1:{port}", "outer__island": "{island}"}
+        own = {"train__global_batch": 9, "checkpoint__every": 3, "validation__every": 0}
+        return arguments(texts, tmp_path / output, **{**rounds, **meeting, **own, **more})
+
+    plans = [
+        plan(options("straight", ports[0])),
+        plan(options("broken", ports[1]), accident=["kill", 2, 7]),
+        plan(options("broken", ports[2], resume="auto"), accident=["terminate", 1, 6]),
+        plan(options("broken", ports[3], resume="auto")),
+    ]
+    processes = _launch_per_island(tmp_path, plans, [0, 1, 2], 0)
+    try:
+        output, _ = processes[2].communicate(timeout=200)
+        assert processes[2].returncode == -signal.SIGKILL, output
+        processes[2] = _launch_per_island(tmp_path, plans, [2], 2)[0]
+        for process in processes:
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    for island in (0, 1):
+        error = reports(tmp_path, island)[1]["error"]
+        assert error.startswith("IslandLost: another island did not answer")
+        assert "--resume auto" in error
+        assert reports(tmp_path, island)[1]["steps"] == 9, "it could train until the exchange"
+    assert [reports(tmp_path, island)[2]["steps"] for island in range(3)] == [9, 9, 9]
+    for island in ("", "island-1", "island-2"):
+        assert_same(tmp_path / "straight" / island / "checkpoint-9", tmp_path / "broken" / island / "checkpoint-9")
