@@ -3,8 +3,9 @@
 Generative perplexity alone rewards text that repeats itself: a sampler that is wrong in the right way beats the truth
 (Zheng et al., 2409.02908; Wang et al., 2602.19619). So it never comes without the entropy of the text's own tokens,
 the share of different n-grams, repetition and length; and with the precision in which the samples were drawn, because
-float32 Gumbel noise lowers the entropy of the text and with it the perplexity. Tokens are the judge's. Accuracy (exact
-match, running code) is left to lm-evaluation-harness. Read next: `likelihood.py`.
+float32 Gumbel noise lowers the entropy of the text and with it the perplexity. Tokens are the judge's. With reference
+texts there is MAUVE too (`mauve_score.py`). Accuracy (exact match, running code) is left to lm-evaluation-harness.
+Read next: `likelihood.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mdlm.checkpoint import provenance
+from mdlm.eval.mauve_score import Mauve, mauve_texts
 
 UNKNOWN = "unknown"
 
@@ -70,6 +72,8 @@ class GenerativeResult:
     sampling_dtype: str
     """Precision of the network that drew the samples, as its user says."""
     metrics: TextMetrics
+    mauve: Mauve | None = None
+    """Where reference texts were given."""
 
 
 def entropy_of_counts(symbols: Sequence[Hashable]) -> float:
@@ -236,6 +240,8 @@ def text(
     dtype: str = "float32",
     device: str = "cpu",
     results: str | None = None,
+    references: str | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Generative perplexity of samples, with unigram entropy, distinct n-grams, repetition and length beside it.
 
@@ -249,6 +255,8 @@ def text(
         dtype: precision of the judge: float32, bfloat16 or float16.
         device: cpu, cuda, ...
         results: file to append the JSON line to.
+        references: texts as JSON lines, under the same key; adds MAUVE of the samples against them (extra `mauve`).
+        seed: of MAUVE's clustering.
     """
     if file is None or judge is None:
         raise ValueError("give --file, samples as JSON lines, and --judge, a causal language model")
@@ -262,7 +270,11 @@ def text(
     result = judge_texts(
         model, tokenizer, texts, name=judge, sampling_dtype=precision, max_length=max_length, batch=batch
     )
-    record = {"kind": "generative", "file": file, **finite(asdict(result)), **provenance()}
+    if references is not None:
+        others, _ = read_texts(Path(references), column)
+        score = mauve_texts(model, tokenizer, texts, others, max_length=max_length, batch=batch, seed=seed)
+        result = replace(result, mauve=score)
+    record = {"kind": "generative", "file": file, "references": references, **finite(asdict(result)), **provenance()}
     if results is not None:
         path = Path(results)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,11 +297,13 @@ def summary(record: dict[str, Any]) -> str:
     def shown(value: float | None, places: int) -> str:
         return "–" if value is None else f"{value:.{places}f}"
 
+    likeness = record.get("mauve")
+    beside = "" if likeness is None else f", MAUVE {likeness['mauve']:.3f} against {likeness['references']} references"
     return (
         f"perplexity {shown(record['perplexity'], 1)} under {record['judge']}, unigram entropy "
         f"{metrics['unigram_entropy']:.2f} nats, distinct-4 {shown(metrics['distinct_4'], 3)}, repetition-4 "
         f"{shown(metrics['repetition_4'], 3)}, {metrics['texts']} texts of {metrics['length']:.0f} tokens, sampled in "
-        f"{record['sampling_dtype']}"
+        f"{record['sampling_dtype']}{beside}"
     )
 
 
