@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 WIDTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 STEP = 0.05
 """BD3-LM's grid: ranges of these widths, beginning at every multiple of the step."""
+LEAST_UNITS = 32
+"""Rows or blocks from which a variance is read off."""
 _SEARCH = 0x72616E67  # stream tag, see schedule.py
-_LEAST = 32  # blocks from which a variance is read off
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class LevelCosts:
 
 
 def ranges(low: float, high: float) -> list[tuple[float, float]]:
-    """(low, high] itself, then the ranges of the grid inside it."""
+    """(low, high] itself, then the grid's inside it; those that stick out by less than half a step are cut."""
     inside = [(low, high)]
     for width in WIDTHS:
         for start in range(round((1.0 - width) / STEP) + 1):
             first, last = round(start * STEP, 2), round(start * STEP + width, 2)
-            if first >= low and last <= high and (first, last) not in inside:
-                inside.append((first, last))
-    return inside
+            if first > low - STEP / 2 and last < high + STEP / 2:
+                inside.append((max(first, low), min(last, high)))
+    return list(dict.fromkeys(inside))
 
 
 def measure(objective: Objective, model: Any, batches: Iterable[Batch], device: torch.device | str) -> LevelCosts:
@@ -95,10 +96,10 @@ def merge(parts: Sequence[LevelCosts]) -> LevelCosts:
 def variance(objective: Objective, costs: LevelCosts) -> float:
     """Variance over units of what one adds to the loss under the objective's range, per token: nats squared.
 
-    Infinite where fewer than 32 units have their time inside.
+    Infinite where fewer than `LEAST_UNITS` have their time inside.
     """
     inside = (costs.times > objective.eps) & (costs.times <= objective.t_max)
-    if int(inside.sum()) < _LEAST:
+    if int(inside.sum()) < LEAST_UNITS:
         return math.inf
     size = costs.maskable[inside]
     weight = objective.unit_weight(costs.times[inside], size, costs.masked[inside])

@@ -9,9 +9,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mdlm.noise_range import best_range, measure, merge
+from mdlm.noise_range import LEAST_UNITS, best_range, measure, merge
 from mdlm.training.setup import Run
 from mdlm.training.watch import published_model
+
+
+def check_search(run: Run) -> None:
+    """Raises ValueError if the validation text is too short for a search: before the first step."""
+    if not run.config.objective.search_range:
+        return
+    blocks = run.data.validation_tokens // (run.core.config.block_size or run.config.data.seq_len)
+    if blocks < 2 * LEAST_UNITS:  # the narrowest ranges hold half of them
+        raise ValueError(
+            f"--objective.search_range compares variances over rows or blocks of the validation text, and it has "
+            f"{blocks}; it needs {2 * LEAST_UNITS}: raise --data.validation_rows or --data.validation_fraction"
+        )
 
 
 def search_is_due(run: Run) -> bool:
