@@ -1,9 +1,10 @@
 """One process of one or several training runs with islands, one after the other, for `test_islands.py`.
 
 `python island_worker.py plan.json report-folder [first]`: the plan is a list of runs, each with `options` (a command
-line; `{island}` is filled in), `port` (of this run's process group, or null), `accident` (null, or [kind, island,
-step]: `kill`, `terminate`), `sgd` (plain SGD inside), `fsdp`. Runs before number `first` are left out. What each
-run saw goes into `report-folder/<process>.jsonl`.
+line; `{island}` is filled in), `port` (of this run's process group, or null), `accidents` (of [kind, island, step]:
+`kill` and `terminate` before a step, `overflow`: a gradient that is not finite in it, `poison`: weights that are not
+finite after it), `sgd` (plain SGD inside), `fsdp`. Runs before number `first` are left out. What each run saw goes
+into `report-folder/<process>.jsonl`.
 """
 
 from __future__ import annotations
@@ -66,15 +67,22 @@ def one_run(number: int, plan: dict[str, Any], island: int) -> dict[str, Any]:
     report: dict[str, Any] = {"run": number, "hashes": {}, "collectives": {}, "error": None, "steps": 0}
 
     def step(run: Run, stop: bool = False) -> loop.StepResult:
-        if plan["accident"]:
-            kind, where, when = plan["accident"]
-            if run.links.island == where and run.step == when:
-                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
-                stop = stop or kind == "terminate"
+        here = {kind for kind, island, when in plan["accidents"] if (island, when) == (run.links.island, run.step)}
+        for kind, number in (("kill", signal.SIGKILL), ("terminate", signal.SIGTERM)):
+            if kind in here:
+                os.kill(os.getpid(), number)
+        if "overflow" in here:
+            parameter = next(run.core.parameters())
+            handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
         before = sequence_numbers()
-        result = original_step(run, stop)
+        result = original_step(run, stop or "terminate" in here)
+        if "overflow" in here:
+            handle.remove()
+        if "poison" in here:
+            with torch.no_grad():
+                next(run.core.parameters()).fill_(float("nan"))
         report["collectives"][run.step] = [before, sequence_numbers()]
-        report["steps"] = run.step
+        report["steps"], report["skipped"] = run.step, run.skipped_steps
         return result
 
     def after_step(self: Islands, *arguments: Any) -> Any:

@@ -324,17 +324,20 @@ class Islands:
             )
 
     def save(self, folder: Path) -> None:
-        """One file per process: anchors, outer optimizers, residuals, messages in flight."""
-        packed.write(folder / self._file(self.links.team.rank), self._state())
+        """Anchors, outer optimizers, residuals, messages in flight: one file per island, of shards one per process."""
+        if self.sharded or self.links.team.is_main:
+            packed.write(folder / self._file(), self._state())
 
     def load(self, folder: Path) -> None:
         """Raises ValueError if the file is another process's, or of another number of islands (`new_islands`)."""
         team, config = self.links.team, self.config
-        path = folder / self._file(team.rank)
+        path = folder / self._file()
         if not path.is_file():
-            raise ValueError(f"--resume: {path} is not there: this outer step has other processes per island")
+            raise ValueError(f"--resume: {path} is not there: this outer step was saved by fewer processes per island")
         state = packed.read(path)
-        own = {"island": self.links.island, "rank": team.rank, "processes": team.size, "sharded": self.sharded}
+        own = {"island": self.links.island, "sharded": self.sharded}
+        if self.sharded:
+            own |= {"rank": team.rank, "processes": team.size}
         if config.new_islands:
             del own["island"]
         wrong = [f"{key} {state[key]} (here {value})" for key, value in own.items() if state[key] != value]
@@ -370,9 +373,8 @@ class Islands:
             "outer": self.outer.state_dict(),
         }
 
-    @staticmethod
-    def _file(rank: int) -> str:
-        return f"outer-{rank}.safetensors"
+    def _file(self) -> str:
+        return f"outer-{self.links.team.rank if self.sharded else 0}.safetensors"
 
     def _renew_patience(self) -> None:
         now = time.monotonic()
