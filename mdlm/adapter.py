@@ -5,8 +5,9 @@ with r rows, B with r columns; B starts at 0. Only A and B are trained and saved
 `model.safetensors` but `adapter/`, a folder that `peft.PeftModel.from_pretrained(base, folder)` loads too. `base.json`
 in it says which base it belongs to, by a hash over samples of every tensor: adapters of another base are refused.
 
-`load_model` (and so sampling and evaluation) adds the adapter to its base in float32 and gives a plain model. `peft` is
-imported here only, when an adapter is attached. Read next: `load.py`, `training/setup.py`.
+QLoRA (2305.14314): the same over a base in few bits (`quantize.py`). `load_model` (and so sampling and evaluation) adds
+the adapter to its base in float32, rounded as it was in training, and gives a plain model. `peft` is imported here
+only, when an adapter is attached. Read next: `load.py`, `training/setup.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from mdlm.checkpoint import read_tensors, write_tensors
 from mdlm.command import run_command
 from mdlm.modeling import MDLMForMaskedLM
+from mdlm.quantize import Quantization, quantize, quantized_layers, rounded
 
 ADAPTER_FOLDER = "adapter"
 _WEIGHTS, _CONFIG, _BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
@@ -49,10 +51,14 @@ class AdapterConfig:
     """Linear layers that get one, by the last part of their name; those of the default that a model has not got (the
     gate of an MLP with GELU) are left out."""
 
+    quantize: Quantization | None = None
+    """The base's layers in few bits (QLoRA): nf4 or int8, by bitsandbytes; null: as they are."""
+
     def __post_init__(self) -> None:
-        if self.r is None and (self.alpha, self.dropout, self.targets) != (None, 0.0, TARGETS):
+        if self.r is None and (self.alpha, self.dropout, self.targets, self.quantize) != (None, 0.0, TARGETS, None):
             raise ValueError(
-                "lora.alpha, lora.dropout and lora.targets have no effect without lora.r; set it, e.g. to 16"
+                "lora.alpha, lora.dropout, lora.targets and lora.quantize have no effect without lora.r; set it, e.g. "
+                "to 16"
             )
         if self.r is not None and self.r < 1:
             raise ValueError(f"lora.r is {self.r}; it must be 1 or more, or null for no adapter")
@@ -65,7 +71,10 @@ class AdapterConfig:
 
     def describe(self) -> dict[str, Any] | None:
         """What a resumed run must share; None without adapter."""
-        return None if self.r is None else {**asdict(self), "targets": list(self.targets)}
+        if self.r is None:
+            return None
+        told = {**asdict(self), "targets": list(self.targets)}
+        return {name: value for name, value in told.items() if name != "quantize" or value is not None}
 
 
 def _peft() -> Any:
@@ -94,10 +103,12 @@ def base_hash(model: nn.Module) -> str:
     return digest.hexdigest()[:32]
 
 
-def attach(model: MDLMForMaskedLM, config: AdapterConfig) -> None:
-    """Freezes `model` and puts a fresh adapter beside the layers `config` names, in place; B = 0, so nothing changes.
+def attach(model: MDLMForMaskedLM, config: AdapterConfig, compute: torch.dtype = torch.float32) -> str:
+    """Freezes `model` and puts a fresh adapter beside the layers `config` names, in place; B = 0, so nothing changes
+    but what `config.quantize` rounds, whose products are made in `compute`. Returns `base_hash` of the model given.
 
-    A is drawn from torch's generator. Raises ValueError without `peft`, or if a target names no linear layer.
+    A is drawn from torch's generator. Raises ValueError without `peft`, without `bitsandbytes` where it is needed, or
+    if a target names no linear layer.
     """
     assert config.r is not None, "no adapter is configured"
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -112,8 +123,15 @@ def attach(model: MDLMForMaskedLM, config: AdapterConfig) -> None:
         target_modules=[target for target in config.targets if target in linear],
         bias="none",
     )
+    digest = base_hash(model)
+    if config.quantize is not None:
+        quantize(model, config.quantize, compute)
     model.requires_grad_(False)
+    told = f"is_loaded_in_{8 if config.quantize == 'int8' else 4}bit"  # where peft looks for quantised layers
+    setattr(model, told, config.quantize is not None)
     peft.inject_adapter_in_model(options, model)
+    delattr(model, told)
+    return digest
 
 
 def adapter_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,7 +158,9 @@ def save_adapter(
         "inference_mode": True,
     }
     (folder / _CONFIG).write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
-    (folder / _BASE).write_text(json.dumps({"path": base, "hash": base_digest}) + "\n", encoding="utf-8")
+    (folder / _BASE).write_text(
+        json.dumps({"path": base, "hash": base_digest, "quantize": config.quantize}) + "\n", encoding="utf-8"
+    )
     write_tensors(
         folder / _WEIGHTS, {_PEFT_PREFIX + name.replace(_NAME, ""): tensor for name, tensor in weights.items()}
     )
@@ -167,10 +187,10 @@ def adapter_base(folder: Path) -> str:
     return str(json.loads((folder / _BASE).read_text(encoding="utf-8"))["path"])
 
 
-def check_base(model: nn.Module, folder: Path, base: str) -> None:
-    """ValueError unless `model`, loaded from `base`, is the base that the adapter in `folder` was trained on."""
+def check_base(digest: str, folder: Path, base: str) -> None:
+    """ValueError unless `digest`, the hash of `base`, is of the base that the adapter in `folder` was trained on."""
     made_on = json.loads((folder / _BASE).read_text(encoding="utf-8"))
-    if base_hash(model) != made_on["hash"]:
+    if digest != made_on["hash"]:
         raise ValueError(
             f"{folder} is an adapter of another base: it was trained on {made_on['path']} as it was then, and the "
             f"weights in {base} are others; give back that base"
@@ -180,9 +200,14 @@ def check_base(model: nn.Module, folder: Path, base: str) -> None:
 def merge_into(model: MDLMForMaskedLM, folder: Path, base: str) -> None:
     """Adds the adapter in `folder` to the weights of `model`, in place: W + (alpha / r) B A, in the model's precision.
 
-    Raises ValueError for another base, or tensors that do not fit.
+    W is what the adapter was trained beside: of a quantised base the rounded weights. Raises ValueError for another
+    base, or tensors that do not fit.
     """
-    check_base(model, folder, base)
+    check_base(base_hash(model), folder, base)
+    kind = json.loads((folder / _BASE).read_text(encoding="utf-8")).get("quantize")
+    if kind is not None:
+        for module in quantized_layers(model).values():
+            module.weight.data.copy_(rounded(module.weight.data, kind))
     options = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     tensors = read_adapter(folder)
     scale = options["lora_alpha"] / options["r"]

@@ -30,13 +30,12 @@ from mdlm.objective import NoisedBatch
 from mdlm.rng import hash_counters
 from mdlm.training.config import TrainConfig, as_dict
 from mdlm.training.metrics import Metrics
-from mdlm.training.noise_range import search_is_due, search_range
+from mdlm.training.noise_range import check_search, search_is_due, search_range
 from mdlm.training.optim import set_learning_rate
-from mdlm.training.setup import Run, build_objective, clear_output, set_up, shared_facts
+from mdlm.training.setup import COMPUTE, Run, build_objective, clear_output, set_up, shared_facts
 from mdlm.training.snapshot import load, open_stream, save, undone
 from mdlm.training.watch import check_preview, preview, validate
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAME_KEYPRESS_SECONDS = 3.0
 
 
@@ -99,6 +98,7 @@ def start(config: TrainConfig) -> Run:
     """
     run = set_up(config)
     check_preview(run)
+    check_search(run)
     if run.resumed_from is not None:
         load(run, run.resumed_from)
     else:
@@ -369,7 +369,7 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
     if not run.config.train.measure_peak or frozen:
         return flops, None
     run.team.barrier()  # processes that share a machine measure what is left of it to each
-    own = matmul_peak(run.accelerator.device, _DTYPES[run.config.train.precision])
+    own = matmul_peak(run.accelerator.device, COMPUTE[run.config.train.precision])
     peak = torch.tensor(own, dtype=torch.float64, device=run.accelerator.device)
     return flops, run.team.all_reduce(peak).item()
 

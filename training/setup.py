@@ -25,7 +25,7 @@ from mdlm import checkpoint as ck
 from mdlm.adapter import attach, freeze, has_adapter
 from mdlm.chat import chat_tokenizer
 from mdlm.config import MDLMConfig
-from mdlm.convert import is_public, load_public, open_checkpoint
+from mdlm.convert import is_public, open_checkpoint
 from mdlm.data import BatchStream, Data, open_data, training_texts
 from mdlm.head_loss import fuses
 from mdlm.load import check_finite, model_folder
@@ -47,6 +47,9 @@ from mdlm.training.islands import Outer, make_outer
 from mdlm.training.links import Links, connect
 from mdlm.training.team import Team
 from mdlm.training.wrap import prepare, start_accelerator
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""`train.precision` -> the type that products are made in."""
 
 
 class StatePart(Protocol):
@@ -89,6 +92,8 @@ class Run:
     position: dict[str, Any] | None = None
     """Where the stream of the checkpoint stood; None: at the beginning."""
     resumed_from: Path | None = None
+    base: str | None = None
+    """`adapter.base_hash` of the model that the adapter is trained beside; None without adapter."""
     drift: SpectralDrift | None = None
     outer: Outer | None = None
     """The low-communication outer step (`--outer.preset`)."""
@@ -225,20 +230,24 @@ def _public_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _stored_model(config: TrainConfig, source: str | Path) -> MDLMForMaskedLM:
-    """The model in a folder, ours or public, in float32. Raises ValueError for weights that are not finite."""
+    """The model in a folder, ours or public, in float32; as stored, if it is to be quantised.
+
+    Raises ValueError for weights that are not finite.
+    """
     attention = config.model.attn_implementation
     if has_adapter(Path(source)):
         raise ValueError(f"--model.init_from {source} holds an adapter, not a model: make one of it with `mdlm merge`")
-    if _is_public(source):
-        model, _ = load_public(source, torch.float32, attn_implementation=attention)
-    else:
-        model = MDLMForMaskedLM.from_pretrained(source, dtype=torch.float32, attn_implementation=attention)
+    dtype: torch.dtype | str = torch.float32 if config.lora.quantize is None else "auto"
+    model = MDLMForMaskedLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
     check_finite(model, source)
     return model.train()
 
 
-def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTokenizerBase) -> MDLMForMaskedLM:
-    """The model with its initial weights, the same on every process. Raises ValueError where sizes do not fit."""
+def make_model(
+    config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[MDLMForMaskedLM, str | None]:
+    """The model with its initial weights, the same on every process, and the hash of what its adapter (if any) is
+    beside. Raises ValueError where sizes do not fit."""
     torch.manual_seed(config.seed)
     options = config.model
     initial = initial_folder(config)
@@ -266,14 +275,13 @@ def make_model(config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTo
     check_vocab(tokenizer, model.config)
     if model.config.mask_token_id is None:
         raise ValueError(f"--model.init_from {options.init_from}: its config.json has no mask_token_id; set it there")
-    if config.lora.r is not None:
-        attach(model, config.lora)
+    base = None if config.lora.r is None else attach(model, config.lora, COMPUTE[config.train.precision])
     freeze(model, config.train.freeze)
     if options.gradient_checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the new name of the method is younger than transformers 5
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return model, base
 
 
 def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> dict[str, Any]:
@@ -332,7 +340,7 @@ def set_up(config: TrainConfig) -> Run:
     resume = check_output(config, links)
     accumulation = config.train.accumulation(links.world)
     tokenizer = chat_tokenizer(make_tokenizer(config, resume, links.team), config.data.chat_template)
-    core = make_model(config, resume, tokenizer)
+    core, base = make_model(config, resume, tokenizer)
     data = open_data(dataclasses.replace(config.data, seed=config.seed), tokenizer)
     if config.validation.every and data.validation is None:
         raise ValueError(
@@ -355,6 +363,7 @@ def set_up(config: TrainConfig) -> Run:
         accumulation=accumulation,
         total_steps=steps,
         resumed_from=resume,
+        base=base,
     )
     if run.uses_deepspeed:
         run.parts.append(zero.ZeroState(model))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mdlm import checkpoint as ck
-from mdlm.adapter import ADAPTER_FOLDER, adapter_weights, base_hash, check_base, read_adapter, save_adapter
+from mdlm.adapter import ADAPTER_FOLDER, adapter_weights, check_base, read_adapter, save_adapter
 from mdlm.config import MDLMConfig
 from mdlm.data import BatchStream, merge_states
 from mdlm.training.config import as_dict
@@ -62,8 +62,8 @@ def save(run: Run) -> Path:
     if keep:
         lora, base = run.config.lora, initial_folder(run.config)
         ck.write_model(partial, run.core.config, published if lora.r is None else {}, run.tokenizer)
-        if lora.r is not None and base is not None:
-            save_adapter(partial / ADAPTER_FOLDER, published, lora, base, base_hash(run.core))
+        if run.base is not None and base is not None:
+            save_adapter(partial / ADAPTER_FOLDER, published, lora, base, run.base)
         if optimizer:
             ck.write_tensors(partial / _OPTIMIZER, optimizer)
         if _publishes_others(run):
@@ -151,7 +151,8 @@ def _load_tensors(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
     if run.config.lora.r is None:
         published = ck.read_model_weights(checkpoint)
     else:
-        check_base(run.core, checkpoint / ADAPTER_FOLDER, str(run.config.model.init_from))
+        assert run.base is not None, "an adapter has a base"
+        check_base(run.base, checkpoint / ADAPTER_FOLDER, str(run.config.model.init_from))
         published = read_adapter(checkpoint / ADAPTER_FOLDER)
     own = saved_weights(run)
     check_same_shapes(own, published, str(checkpoint))
