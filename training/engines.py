@@ -109,7 +109,7 @@ class Gradients(_OneIsland):
         everybody = dist.group.WORLD
         assert everybody is not None
         self._hook = CompressedGradients(parameters, config, self._exchange, partial(allreduce_hook, everybody))
-        model.register_comm_hook(None, self._hook.hook)
+        model.register_comm_hook(None, lambda state, bucket: self._hook.hook(state, bucket))  # DDP reads annotations
         self._recorded = 0
 
     def after_step(self, step: int, tokens: int, stop: bool, last: bool) -> Moment:
