@@ -206,8 +206,8 @@ def merge_into(model: MDLMForMaskedLM, folder: Path, base: str) -> None:
     check_base(base_hash(model), folder, base)
     kind = json.loads((folder / _BASE).read_text(encoding="utf-8")).get("quantize")
     if kind is not None:
-        for module in quantized_layers(model).values():
-            module.weight.data.copy_(rounded(module.weight.data, kind))
+        for quantised in quantized_layers(model).values():
+            quantised.weight.data.copy_(rounded(quantised.weight.data, kind))
     options = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     tensors = read_adapter(folder)
     scale = options["lora_alpha"] / options["r"]
