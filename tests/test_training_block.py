@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,6 +19,7 @@ from mdlm.denoiser import ModelDenoiser
 from mdlm.eval.__main__ import evaluate
 from mdlm.eval.likelihood import nelbo
 from mdlm.load import load_model
+from mdlm.objective import NoisedBatch, Objective
 from mdlm.samplers import generate
 from mdlm.training import loop
 from mdlm.training.loop import optimizer_step, start, train
@@ -220,7 +222,50 @@ def test_a_model_without_blocks_goes_on_as_one_with_blocks(texts: Path, tmp_path
         train(config)
 
 
+def test_answers_are_learnt_with_an_adapter_and_prompts_are_never_noised(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFT with LoRA of a model with blocks: packed examples, the prompt's last block shared with the answer."""
+    pairs = [{"prompt": "the cat sat on " * (1 + i % 2), "completion": "a mat and saw"} for i in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    seen: list[NoisedBatch] = []
+    original = Objective.noise
+
+    def noise(self: Objective, batch: Batch, step: int) -> NoisedBatch:
+        noised = original(self, batch, step)
+        assert not bool((noised.masked & ~batch.maskable).any())
+        seen.append(noised)
+        return noised
+
+    monkeypatch.setattr(Objective, "noise", noise)
+    options = {"tokenizer__vocab_size": 32000, "model__hidden_size": 256, "model__num_hidden_layers": 6, "lora__r": 2}
+    data = {
+        "data__records": "completion",
+        "data__chat_template": "plain",
+        "data__seq_len": 64,
+        "data__packing": "documents",
+    }
+    config = configure(tmp_path / "pairs.jsonl", tmp_path / "run", model__init_from=trained, **options, **data)
+    checkpoint = train(config)
+    assert checkpoint is not None
+    losses = [line["loss"] for line in records(tmp_path / "run", "train")]
+    assert all(math.isfinite(loss) for loss in losses)
+    assert sum(int(n.masked.sum()) for n in seen) > 100
+    model, tokenizer = load_model(checkpoint, "float64", "cpu")
+    assert model.config.block_size == 4
+    assert len(generate(model, tokenizer, "the cat", max_new_tokens=6, cache="block").text) == 1
+
+
 def test_a_search_that_has_nothing_to_go_by_is_refused_before_the_first_step(texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="begin with a model of such blocks"):
+        configure(
+            texts,
+            tmp_path / "run",
+            model__init_from="x",
+            lora__r=2,
+            model__block_size=4,
+            **{"model__hidden_size": 256, "model__num_hidden_layers": 6},
+        )
     with pytest.raises(ValueError, match=r"set --validation\.every"):
         configure(texts, tmp_path / "run", **{**OPTIONS, "validation__every": 0})
     with pytest.raises(ValueError, match=r"it needs 64: raise --data\.validation_rows"):

@@ -248,6 +248,11 @@ class TrainConfig:
             raise ValueError("--objective.search_range searches at every validation: set --validation.every")
         if self.lora.r is not None and self.model.init_from is None:
             raise ValueError(f"--lora.r {self.lora.r} trains beside the weights of a model: set --model.init_from")
+        if self.lora.r is not None and self.model.block_size is not None:
+            raise ValueError(
+                f"--model.block_size {self.model.block_size} changes the model that --lora.r {self.lora.r} trains "
+                "beside, and the adapter would be used without: train all weights, or begin with a model of such blocks"
+            )
         if self.tokenizer.path is not None and self.model.init_from is not None:
             raise ValueError("--model.init_from brings its own tokenizer; remove --tokenizer.path")
         if self.outer.preset == "none" and self.outer != OuterConfig():
