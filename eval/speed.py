@@ -1,4 +1,4 @@
-"""Speed against plain code, in one run: `python -m mdlm.eval.speed train-step | logits-at | processes | imports`.
+"""Speed against plain code: `python -m mdlm.eval.speed train-step | memory | logits-at | processes | imports`.
 
 On a shared machine absolute numbers swing threefold, so every measurement is a ratio: the two candidates take turns,
 round after round, and their median times are compared. One JSON object per line, with machine, versions and commit.
@@ -9,8 +9,10 @@ Read next: `mdlm/objective.py`, whose loss is the fast path.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -79,12 +81,15 @@ MASK = 0
 class _Bench:
     """One model with its optimizer and a stream of random batches; the subclasses differ in how they get the loss."""
 
-    def __init__(self, config: MDLMConfig, batch: int, seq: int, compile: bool) -> None:
+    def __init__(self, config: MDLMConfig, batch: int, seq: int, compile: bool, packed: bool = False) -> None:
         torch.manual_seed(0)
         self.config, self.batch, self.seq = config, batch, seq
         self.model = MDLMForMaskedLM(config).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        self.objective = Objective(global_batch=batch, seed=0, mask_token_id=MASK, num_tokens=config.num_tokens)
+        self.objective = Objective(
+            global_batch=batch, seed=0, mask_token_id=MASK, num_tokens=config.num_tokens, fused_head=True
+        )
+        self.packed = packed
         self.prepare(compile)
 
     def prepare(self, compile: bool) -> None:
@@ -96,7 +101,9 @@ class _Bench:
     def data(self, number: int) -> Batch:
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(3, self.config.vocab_size, (self.batch, self.seq), generator=generator)
-        return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.arange(self.batch) + number * self.batch)
+        rows = torch.arange(self.batch) + number * self.batch
+        places = _documents(self.batch, self.seq, generator) if self.packed else None
+        return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), rows, position_ids=places)
 
     def step(self, number: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -118,6 +125,18 @@ class _Ours(_Bench):
         return terms.loss / self.objective.denominator(noised)
 
 
+def _documents(batch: int, seq: int, generator: torch.Generator) -> Tensor:
+    """Positions of rows that are packed with documents of 8 to seq/2 tokens, as many short ones as long ones (log)."""
+    span = math.log(max(2.0, seq / 16))
+    lengths = (8 * (torch.rand(batch, seq // 8 + 1, generator=generator) * span).exp()).long()
+    starts = torch.zeros(batch, seq, dtype=torch.bool).index_fill_(1, torch.tensor([0]), True)
+    ends = lengths.cumsum(dim=1)
+    inside = ends < seq
+    starts[torch.arange(batch)[:, None].expand_as(ends)[inside], ends[inside]] = True
+    index = torch.arange(seq).expand(batch, seq)
+    return index - (index * starts).cummax(dim=1).values
+
+
 class _AllRows(_Ours):
     """Ours, but with the head on every row, and the masked ones picked afterwards."""
 
@@ -135,20 +154,24 @@ class _Plain(_Bench):
     def prepare(self, compile: bool) -> None:
         self.all_rows = torch.compile(self._all_rows) if compile else self._all_rows
 
-    def _all_rows(self, noisy: Tensor, clean: Tensor, weight: Tensor) -> Tensor:
-        logits = self.model(input_ids=noisy).logits.float()
+    def _all_rows(self, noisy: Tensor, clean: Tensor, weight: Tensor, places: Tensor | None) -> Tensor:
+        logits = self.model(input_ids=noisy, position_ids=places).logits.float()
         banned = torch.arange(logits.shape[-1]) == MASK
         log_probs = logits.masked_fill(banned, -1e9).log_softmax(-1)
         nll = -log_probs.gather(-1, clean[..., None])[..., 0]
         return (nll * weight).sum() / clean.numel()
 
     def loss(self, number: int) -> Tensor:
-        clean = self.data(number).input_ids
+        data = self.data(number)
+        clean = data.input_ids
         generator = torch.Generator().manual_seed(number)
         t = torch.rand(self.batch, 1, generator=generator) * 0.999 + 0.001
         masked = torch.rand(clean.shape, generator=generator) < t
         noisy = torch.where(masked, MASK, clean)
-        return self.all_rows(noisy, clean, masked / t)
+        return self.all_rows(noisy, clean, masked / t, data.position_ids)
+
+
+_CANDIDATES: dict[str, type[_Bench]] = {"plain": _Plain, "ours": _Ours}
 
 
 def train_step(
@@ -160,6 +183,8 @@ def train_step(
     rounds: int = 12,
     compile: bool = True,
     burst: int = 3,
+    packed: bool = False,
+    memory: bool = False,
 ) -> dict[str, Any]:
     """A whole training step (noise, forward, backward, clipping, AdamW), bf16 autocast, against the plain loop.
 
@@ -172,27 +197,67 @@ def train_step(
         rounds: turns each candidate takes.
         compile: compile both candidates.
         burst: steps a turn.
+        packed: rows hold documents of mixed length, which do not see each other.
+        memory: measure the peak memory too, of each candidate in a process of its own.
     """
     config = _config(vocab, layers, width, seq)
-    candidates = {"plain": _Plain(config, batch, seq, compile), "ours": _Ours(config, batch, seq, compile)}
+    candidates = {name: bench(config, batch, seq, compile, packed) for name, bench in _CANDIDATES.items()}
     peaks = [matmul_peak(torch.device("cpu"), torch.bfloat16)]
     seconds = alternate({name: bench.step for name, bench in candidates.items()}, rounds, burst=burst)
     peaks.append(matmul_peak(torch.device("cpu"), torch.bfloat16))
     tokens, peak = batch * seq, max(peaks)
     useful = train_flops_per_token(config, seq, head_share=0.5) * tokens
-    return {
+    result: dict[str, Any] = {
         "measurement": "train-step",
         "vocab": vocab,
         "layers": layers,
         "width": width,
         "batch": batch,
         "seq": seq,
+        "packed": packed,
         "compiled": compile,
         "tokens_per_s": {name: tokens / s for name, s in seconds.items()},
         "ratio": seconds["plain"] / seconds["ours"],
         "mfu": useful / seconds["ours"] / peak,
         "matmul_peak_flops": peak,
     }
+    if memory:
+        sizes = [f"--{k}={v}" for k, v in dict(vocab=vocab, layers=layers, width=width, batch=batch, seq=seq).items()]
+        sizes += [f"--compile={str(compile).lower()}", f"--packed={str(packed).lower()}"]
+        peaks_of = {}
+        for name in _CANDIDATES:
+            command = [sys.executable, "-m", "mdlm.eval.speed", "memory", f"--candidate={name}", *sizes]
+            peaks_of[name] = json.loads(_run(command))["peak_bytes"]
+        result["peak_bytes"] = peaks_of
+        result["memory_ratio"] = peaks_of["ours"] / peaks_of["plain"]
+    return result
+
+
+def memory(
+    candidate: str,
+    vocab: int = 8192,
+    layers: int = 6,
+    width: int = 256,
+    batch: int = 16,
+    seq: int = 256,
+    compile: bool = True,
+    packed: bool = False,
+    steps: int = 4,
+) -> dict[str, Any]:
+    """Peak resident memory in bytes of a process that only makes training steps, the interpreter and torch included.
+
+    Args:
+        candidate: `plain` or `ours`.
+        vocab, layers, width, batch, seq, compile, packed: as `train-step`.
+        steps: training steps; the first ones hold the compiler too.
+    """
+    if candidate not in _CANDIDATES:
+        raise ValueError(f"unknown candidate {candidate!r}; choose one of: {', '.join(_CANDIDATES)}")
+    bench = _CANDIDATES[candidate](_config(vocab, layers, width, seq), batch, seq, compile, packed)
+    for number in range(steps):
+        bench.step(number)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"measurement": "memory", "candidate": candidate, "vocab": vocab, "seq": seq, "peak_bytes": peak}
 
 
 def logits_at(
@@ -236,7 +301,10 @@ def imports(rounds: int = 5) -> dict[str, Any]:
     }
 
     def fresh(arguments: list[str]) -> Step:
-        return lambda _: _run([sys.executable, *arguments])
+        def step(_: int) -> None:
+            _run([sys.executable, *arguments])
+
+        return step
 
     seconds = alternate({name: fresh(a) for name, a in commands.items()}, rounds, warmup=1, burst=1)
     return {"measurement": "imports", "seconds": seconds}
@@ -270,14 +338,16 @@ def _launched_rate(folder: Path, count: int, steps: int, vocab: int) -> float:
     return statistics.median(rates[len(rates) // 3 :])
 
 
-def _run(arguments: list[str], env: dict[str, str] | None = None) -> None:
+def _run(arguments: list[str], env: dict[str, str] | None = None) -> str:
     done = subprocess.run(arguments, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
 
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "train-step": train_step,
+    "memory": memory,
     "logits-at": logits_at,
     "processes": processes,
     "imports": imports,
