@@ -71,7 +71,7 @@ class MDLM(LM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         peft: str | None = None,
@@ -94,6 +94,8 @@ class MDLM(LM):
             )
         self.preset = None if preset is None else load_preset(str(preset))
         named = isinstance(pretrained, (str, Path, int))
+        if pretrained is None:
+            raise ValueError("give pretrained, a checkpoint: --model_args pretrained=FOLDER")
         if not named and (tokenizer is None or peft is not None):
             raise ValueError("pretrained is an object: give its tokenizer with it, and no peft")
         self._rank, self._world_size = join_processes()
@@ -119,6 +121,10 @@ class MDLM(LM):
             "max_length": self.worker.max_length,
             "seed": seed,
         }
+        places = (
+            () if self.identity["weights"] is None else ("pretrained", "peft")
+        )  # the same weights elsewhere will do
+        self._keyed_by = {name: value for name, value in self.identity.items() if name not in places}
         self.answers = Answers(answers, self._rank, resume)
         self._statistics: dict[str, dict[str, Any]] = {}
         self.barrier()
@@ -257,7 +263,7 @@ class MDLM(LM):
             repeat = seen[id(request)] % (request.repeats or 1) if kind == "generate_until" else 0
             seen[id(request)] += 1
             options = self.options_of(request.task_name)
-            key = answer_key(kind, list(request.args), options.describe(), self.identity, repeat)
+            key = answer_key(kind, list(request.args), options.describe(), self._keyed_by, repeat)
             keys.append(key)
             if key not in jobs:
                 jobs[key], tasks[key] = job_of(request, options, repeat), str(request.task_name)

@@ -193,12 +193,12 @@ def evaluate_tasks(options: TaskOptions, given: dict[str, Any]) -> dict[str, Any
     chat = (preset is not None and preset.apply_chat_template) if chat is None else chat
     if chat:
         model.chat_template(True)
-    loaded = manager.load(names)
-    _set_fewshot(loaded["tasks"], preset, options.num_fewshot)
+    selected, tasks = _select([manager.load([name]) for name in names])
+    _set_fewshot(tasks, preset, options.num_fewshot)
     with contextlib.redirect_stdout(sys.stderr):  # the one line on stdout is ours
         results = simple_evaluate(
             model=model,
-            tasks=[*loaded["groups"].values(), *_outside(loaded)],
+            tasks=selected,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             log_samples=options.log_samples,
@@ -268,18 +268,22 @@ def find_tasks(asked: str, known: Sequence[str]) -> list[str]:
     return found
 
 
-def _outside(loaded: Any) -> list[Any]:
-    """The tasks that belong to no group that is evaluated anyway."""
-    inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
-    return [task for name, task in loaded["tasks"].items() if name not in inside]
+def _select(loaded: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """What lm-eval is to run, each task once: the outermost groups, and the tasks outside them; and all their tasks."""
+    groups = {name: group for part in loaded for name, group in part["groups"].items()}
+    nested = {inner.name for group in groups.values() for inner in group.get_all_groups()}
+    outer = [group for name, group in groups.items() if name not in nested]
+    inside = {task.task_name: task for group in outer for task in group.get_all_tasks()}
+    outside = {name: task for part in loaded for name, task in part["tasks"].items() if name not in inside}
+    return [*outer, *outside.values()], [*inside.values(), *outside.values()]
 
 
-def _set_fewshot(tasks: dict[str, Any], preset: Preset | None, asked: int | None) -> None:
+def _set_fewshot(tasks: Sequence[Any], preset: Preset | None, asked: int | None) -> None:
     """The preset's numbers of examples, where none was asked for."""
     if preset is None or asked is not None:
         return
-    for name, task in tasks.items():
-        number = preset.num_fewshot(name)
+    for task in tasks:
+        number = preset.num_fewshot(task.task_name)
         if number is not None:
             task.set_config(key="num_fewshot", value=number)
 

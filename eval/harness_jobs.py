@@ -175,7 +175,8 @@ class Worker:
         call = {**dict(wish.sampling), **options.generation, "max_new_tokens": wish.max_new_tokens}
         special = end_ids(self.tokenizer, wish.until)
         if special:
-            own = call.get("eos_token_id") or self.tokenizer.eos_token_id
+            own = options.given("eos_token_id")
+            own = self.tokenizer.eos_token_id if own is None else own
             ends = [own] if isinstance(own, int) else list(own or ())
             call["eos_token_id"] = list(dict.fromkeys([*ends, *special]))
         strategy = build_strategy(options.strategy, **options.knobs)

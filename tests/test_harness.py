@@ -15,11 +15,13 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from public_folders import make_folder
 from transformers import PreTrainedTokenizerBase
 
 from mdlm.chat import PLAIN_TEMPLATE
-from mdlm.denoiser import FunctionDenoiser
+from mdlm.denoiser import FunctionDenoiser, as_denoiser
 from mdlm.eval.harness import MDLM
+from mdlm.load import load_model
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers import PRESETS
 
@@ -333,13 +335,38 @@ def test_wrong_options_are_refused_before_the_first_request(options: dict[str, A
         model(**options)
 
 
+@pytest.mark.parametrize("family", ["llada", "dream", "sdar", "fast_dllm"])
+def test_every_method_works_for_every_family_of_public_models(family: str, tmp_path: Path) -> None:
+    """LLaDA #92, dllm #93, #95: methods that some families lacked. One-token answers are one look at the model."""
+    folder = tmp_path / family
+    make_folder(folder, family)
+    lm = MDLM(str(folder), batch_size=4, device="cpu")
+    context, answer = "the cat sat on", " a"
+    ((number, greedy),) = lm.loglikelihood([likelihood(context, answer)])
+    network, tokenizer = load_model(folder, device="cpu")
+    ids = tokenizer(context, add_special_tokens=False)["input_ids"]
+    (token,) = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    row = as_denoiser(network)(torch.tensor([[*ids, network.config.mask_token_id]]))[0, -1]
+    assert number == pytest.approx(float(row[token]), abs=1e-5)
+    assert greedy is (int(row.argmax()) == token)
+    (rolling,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (context,), 0, ("task", 0, 1))])
+    assert -20 * len(ids) < rolling < 0
+    (text,) = lm.generate_until([generation(context, until=["zzz"], max_gen_toks=5)])
+    assert "<" not in text
+
+
+def test_without_a_checkpoint_the_argument_is_named() -> None:
+    with pytest.raises(ValueError, match="pretrained=FOLDER"):
+        MDLM()
+
+
 def test_a_preset_is_overruled_by_what_is_said(manager: TaskManager) -> None:
     results = evaluate(manager, model(preset="a2d", max_new_tokens=6), "successor")
     options = results["config"]["mdlm"]["tasks"]["successor"]["options"]
     assert (options["strategy"], options["knobs"]["steps"], options["generation"]["max_new_tokens"]) == (
         "llada",
         256,
-        2,
+        6,
     )
     assert value(results, "successor", "exact_match") == 1.0
     assert results["config"]["mdlm"]["preset"] == "a2d"

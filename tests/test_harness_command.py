@@ -93,6 +93,16 @@ def test_options_given_beat_the_preset_and_the_preset_its_defaults(
     assert record["config"]["mdlm"]["command"]["apply_chat_template"] is False
 
 
+@pytest.mark.parametrize("names", ["letters,successor*", "alphabet", "successor,alphabet,letters"])
+def test_a_group_is_its_tasks_and_none_is_run_twice(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], names: str
+) -> None:
+    """Groups may hold groups, and a name may stand for what another one holds already."""
+    record = run(capsys, checkpoint, "--tasks", names, "--limit", 2)
+    assert {"successor", "successor_choice", "successor_text"} <= set(record["results"])
+    assert record["config"]["mdlm"]["tasks"]["successor"]["generate_until"]["answers"] == 2
+
+
 def test_chat_models_get_their_template_and_examples_as_turns(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
