@@ -99,6 +99,10 @@ def conditional(
             f"every pair needs a prompt and an answer, and there must be one: got {len(prompts)} prompts, "
             f"{len(answers)} answers and {len(numbers)} row numbers"
         )
+    if min(numbers) < 0 or max(numbers) >= 2**62 // samples:
+        raise ValueError(
+            f"row numbers must lie in 0 .. 2^62 / samples, got {min(numbers)} .. {max(numbers)} with {samples} samples"
+        )
     pairs = [_pair(denoiser, i, prompt, answer) for i, (prompt, answer) in enumerate(zip(prompts, answers))]
     counts = torch.tensor([int(maskable.sum()) for _, maskable in pairs])
     summed = [exact and 2**n - 1 <= samples for n in counts.tolist()]

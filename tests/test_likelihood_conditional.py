@@ -175,8 +175,10 @@ def test_an_impossible_answer_has_no_likelihood() -> None:
         ([[1]], [[1]], {"samples": 12, "group": 8}, "must divide"),
         ([[1]], [[1]], {"guidance": -1.0}, "guidance is -1.0"),
         ([[1]], [[1]], {"rows": [1, 2]}, "2 row numbers"),
+        ([[1]], [[1]], {"rows": [-1]}, "row numbers must lie"),
+        ([[1]], [[1]], {"rows": [2**60]}, "row numbers must lie"),
     ],
-    ids=["none", "unequal", "empty", "mask", "unknown", "samples", "group", "guidance", "rows"],
+    ids=["none", "unequal", "empty", "mask", "unknown", "samples", "group", "guidance", "rows", "negative", "large"],
 )
 def test_bad_input_is_named(prompts: Any, answers: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
