@@ -355,3 +355,15 @@ def test_a_stop_asked_of_one_island_stops_both_at_the_same_landing() -> None:
         return stops
 
     assert two_islands(work) == [[8], [8]]
+
+
+def test_the_documentation_has_a_row_for_every_preset() -> None:
+    """With the values that it has."""
+    text = (Path(__file__).parents[1] / "docs" / "low-communication.md").read_text()
+    rows = {row.split("|")[1].strip(" `"): row.split("|") for row in text.splitlines() if row.startswith("| `")}
+    assert set(rows) == set(PRESETS)
+    for name, preset in PRESETS.items():
+        assert rows[name][3].strip() == str(preset.every), name
+        if preset.engine in ("islands", "syncer"):
+            assert rows[name][5].split(",")[0].strip() == f"{preset.lr:g}", name
+            assert preset.optimizer == "sgd" or rows[name][5].split(",")[1].strip() == f"{preset.momentum:g}", name
