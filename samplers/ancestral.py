@@ -54,11 +54,12 @@ class Ancestral:
 @dataclass(frozen=True)
 class JointAncestral:
     """`Ancestral` as published: one Gumbel race over all tokens and the mask, in float64. For parity; costs a forward
-    in
-    every step and a random number per token. Temperature and truncation are not applied."""
+    in every step and a random number per token. Temperature and truncation are not applied."""
 
     steps: int = 64
     blind: ClassVar[bool] = False
+    reads_scores: ClassVar[bool] = False
+    draws: ClassVar[str] = "always"
 
     def __post_init__(self) -> None:
         at_least_one_of("steps", self.steps, 1)

@@ -26,14 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mdlm.denoiser import Denoiser
-from mdlm.samplers.ancestral import JointAncestral
 from mdlm.samplers.automaton import TokenAutomaton, token_automaton, token_texts
 from mdlm.samplers.draw import Draw, invert_cdf, truncated_probs
-from mdlm.samplers.early_exit import EarlyExit
-from mdlm.samplers.edit import EditTokens
-from mdlm.samplers.lookahead import Lookahead
 from mdlm.samplers.state import NOISE_STATE, State, Step
-from mdlm.samplers.stop import EosStop
+from mdlm.samplers.traits import draws_itself, ends_at_end_tokens, replaces_tokens
 
 if TYPE_CHECKING:
     from mdlm.samplers.strategy import Strategy
@@ -56,17 +52,18 @@ class Constraint:
     def check(self, state: State, strategy: Strategy) -> None:
         """Raises ValueError, before anything is written, where an answer has no length that the automaton accepts, for
         rows without an answer at their end, and for components that write or end rows behind the constraint's back."""
-        if isinstance(strategy.select, JointAncestral):
-            raise ValueError("JointAncestral draws tokens itself, which a constraint must do; take noise='split'")
-        if isinstance(strategy.select, (EarlyExit, Lookahead)) and strategy.draw.temperature > 0:
+        if draws_itself(strategy.select, strategy.draw.temperature):
+            other = "another selector" if draws_itself(strategy.select, 0.0) else "temperature 0"
             raise ValueError(
-                f"{type(strategy.select).__name__} draws tokens itself at temperatures above 0, which a constraint "
-                "must do; take temperature 0"
+                f"{type(strategy.select).__name__} draws tokens itself, which a constraint must do; take {other}"
             )
-        if isinstance(strategy.revise, EditTokens):
-            raise ValueError("EditTokens replaces tokens one by one, which a constraint cannot follow; leave one out")
+        if replaces_tokens(strategy.revise):
+            raise ValueError(
+                f"{type(strategy.revise).__name__} replaces tokens one by one, which a constraint cannot follow; leave "
+                "one of them out"
+            )
         for rule in strategy.stop:
-            if not isinstance(rule, EosStop):
+            if not ends_at_end_tokens(rule):
                 raise ValueError(
                     f"{type(rule).__name__} may end an answer anywhere, a constraint only where it is accepted; leave "
                     "one of them out"

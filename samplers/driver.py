@@ -23,12 +23,14 @@ from torch import Tensor
 
 from mdlm.attention_rows import AttentionTap
 from mdlm.denoiser import Denoiser
+from mdlm.passes import row_blocks
 from mdlm.rng import hash_counters
 from mdlm.samplers.cache import Feeder
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.constrain import Paths
 from mdlm.samplers.state import NOISE_TOKEN, State, Step
 from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.traits import attention_layers, draws_itself, replaces_tokens
 from mdlm.samplers.windows import PlanningWindow
 
 
@@ -212,7 +214,13 @@ class Run:
         if strategy.draw.before_select:
             step.drawn = self._draw(step)
         scores = step.dense(strategy.score(step), fill=-torch.inf).masked_fill(~step.candidates, -torch.inf)
-        return self._ensure_progress(step, strategy.select(scores, step), scores)
+        drawn, chosen = step.drawn, strategy.select(scores, step)
+        if step.drawn is not drawn and not draws_itself(strategy.select, strategy.draw.temperature):
+            raise ValueError(
+                f"{type(strategy.select).__name__} draws tokens and does not say so; give it an attribute draws "
+                "('sampling' or 'always', see samplers/traits.py)"
+            )
+        return self._ensure_progress(step, chosen, scores)
 
     def _draw(self, step: Step) -> Int64[Tensor, " rows"]:
         """A token for each prediction: each on its own, or jointly under a constraint."""
@@ -282,6 +290,11 @@ class Run:
             assert schedule is not None, "a reviser without max_edits needs a selector with a schedule"
         if revision.replace is not None:
             assert revision.tokens is not None
+            if not replaces_tokens(reviser):
+                raise ValueError(
+                    f"{type(reviser).__name__} replaces tokens and does not say so; give it an attribute replaces = "
+                    "True (see samplers/traits.py)"
+                )
             replace = revision.replace & may & (revision.tokens != state.tokens)
             allowed = step.dense(torch.ones_like(step.index[0], dtype=torch.bool), fill=False)
             assert not bool((replace & ~allowed).any()), "a reviser may only replace tokens it has a prediction for"
@@ -339,7 +352,7 @@ class Run:
 
 def _attention_tap(denoiser: Denoiser, strategy: Strategy) -> AttentionTap | None:
     """Between feeder and denoiser if the selector reads attention."""
-    layers = getattr(strategy.select, "attention_layers", None)
+    layers = attention_layers(strategy.select)
     return None if layers is None else AttentionTap(denoiser, layers)
 
 
@@ -355,11 +368,14 @@ def _feed_through(tap: AttentionTap, strategy: Strategy) -> Feeder:
 
 def normalise(log_probs: Float[Tensor, "rows vocab"], mask_token_id: int) -> Float[Tensor, "rows vocab"]:
     """Log-probabilities without mass on the mask id. Raises ValueError where a transform left NaN or nothing."""
-    log_probs = log_probs.index_fill(-1, torch.tensor(mask_token_id, device=log_probs.device), -torch.inf)
-    total = log_probs.logsumexp(dim=-1, keepdim=True)
-    if not bool(total.isfinite().all()):
+    column = torch.tensor(mask_token_id, device=log_probs.device)
+    out, best = torch.empty_like(log_probs), log_probs.new_empty(len(log_probs))
+    for block in row_blocks(log_probs, len(log_probs)):
+        normal = log_probs[block].index_fill(-1, column, -torch.inf).log_softmax(dim=-1)
+        out[block], best[block] = normal, normal.amax(dim=-1)
+    if bool(best.isnan().any()):
         raise ValueError(
             "after the transforms of this strategy no token may be written at some position (or a probability is NaN); "
             "allow more tokens"
         )
-    return log_probs - total
+    return out

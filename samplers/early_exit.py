@@ -33,6 +33,7 @@ class EarlyExit:
     gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
     region: tuple[int, int] | None = None
     blind: ClassVar[bool] = False
+    draws: ClassVar[str] = "sampling"
 
     def __post_init__(self) -> None:
         if len(self.gaps) != 3 or not all(gap >= 0 for gap in self.gaps):
@@ -43,6 +44,11 @@ class EarlyExit:
             raise ValueError(f"{type(self.base).__name__} chooses without looking, so there is no gap to exit on")
 
     @property
+    def parts(self) -> tuple[Selector]:
+        """See `traits.py`."""
+        return (self.base,)
+
+    @property
     def schedule(self) -> int | None:
         """See `Selector`."""
         return self.base.schedule
@@ -51,7 +57,7 @@ class EarlyExit:
         """See `Selector`."""
         chosen = self.base(scores, step)
         leaves = self._exits(step)[:, None] & step.candidates
-        if (step.drawn is not None or step.draw.temperature > 0) and bool(leaves.any()):
+        if step.draw.temperature > 0 and bool(leaves.any()):  # at 0 what is drawn is the most probable already
             drawn = step.drawn
             if drawn is None:  # the numbers that the driver would take
                 drawn = step.draw(step.log_probs, step.packed(step.state.uniform(NOISE_TOKEN)))

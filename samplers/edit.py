@@ -38,6 +38,7 @@ class EditTokens:
     tau_edit: float = 0.5
     post_steps: int = 16
     max_edits: int = 8
+    replaces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_one_of("tau_edit", self.tau_edit, 0)

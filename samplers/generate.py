@@ -21,17 +21,14 @@ from mdlm.samplers.cache_policies import CacheName, cache_named
 from mdlm.samplers.canvas import Canvas, Generation
 from mdlm.samplers.constrain import regex_constraint
 from mdlm.samplers.driver import Frame, Run, row_keys
-from mdlm.samplers.edit import EditTokens
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
 from mdlm.samplers.prompts import check_length, check_tokenizer, to_canvas
-from mdlm.samplers.remdm import Planner
 from mdlm.samplers.scores import DeferEos
-from mdlm.samplers.speculate import Speculative
 from mdlm.samplers.stop import EosStop
 from mdlm.samplers.strategy import Strategy, Transform
+from mdlm.samplers.traits import is_exchangeable, reads_scores, replaces_tokens
 from mdlm.samplers.transforms import OncePerStep, RepetitionPenalty, SuppressAtStart, SuppressTokens
-from mdlm.samplers.wino import MaskedInTurn, Shadows
 
 DEFAULT_STRATEGY = "threshold"
 EosPolicy = Literal["stop", "defer", "ignore", "ban"]
@@ -263,7 +260,7 @@ def _plan(
         closing = ends if eos in ("stop", "defer") else ()
         built = dataclasses.replace(built, constraint=regex_constraint(regex, tokenizer, denoiser, closing, banned))
     if cache is not None:
-        if isinstance(built.cache, (MaskedInTurn, Shadows, Speculative)):
+        if not is_exchangeable(built.cache):
             raise ValueError(
                 f"this strategy asks the denoiser in its own way ({type(built.cache).__name__}), which cache={cache!r} "
                 "would replace; leave cache out"
@@ -325,7 +322,7 @@ def _with_transforms(
     """The strategy's own transforms, then these; see `transforms.py` for the order."""
     transforms: list[Transform] = []
     if repetition_penalty != 1:
-        if isinstance(strategy.revise, EditTokens):
+        if replaces_tokens(strategy.revise):
             raise ValueError(
                 "repetition_penalty looks at commits, but this strategy also edits written tokens; leave it out"
             )
@@ -343,12 +340,12 @@ def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | N
     if eos in ("stop", "defer") and ends:
         strategy = dataclasses.replace(strategy, stop=(*strategy.stop, EosStop(ends)))
     if eos == "defer" and ends:
-        if strategy.select.blind or isinstance(strategy.select, Planner):
+        if not reads_scores(strategy.select):
             raise ValueError(
                 "eos='defer' ranks positions by what they predict, but this strategy chooses them without looking at "
                 "scores; use eos='stop' or another strategy"
             )
-        if isinstance(strategy.revise, EditTokens):
+        if replaces_tokens(strategy.revise):
             raise ValueError("eos='defer' ranks commits, but this strategy also edits written tokens; use eos='stop'")
         if strategy.draw.temperature > 0:  # which positions would end the answer is known once they are drawn
             if draw == "after_select":

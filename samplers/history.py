@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from mdlm.passes import divergences
+from mdlm.passes import divergences, largest
 from mdlm.samplers.scores import Scorer
 from mdlm.samplers.select import Looking, at_least_one_of, within
 from mdlm.samplers.select_adaptive import highest, log_threshold
@@ -189,7 +189,7 @@ class Credit:
         used = memory["used"].masked_fill(fresh, 0)
 
         row, position = step.index
-        value, best = log_probs.max(dim=-1)
+        value, best = largest(log_probs)
         slots = torch.arange(width, device=best.device)
         same = (token[row, position] == best[:, None]) & (slots < used[row, position][:, None])
         slot = torch.where(same.any(dim=-1), same.int().argmax(dim=-1), used[row, position])

@@ -9,6 +9,7 @@ keeps what is evaluated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -31,6 +32,7 @@ class Lookahead(Looking):
 
     base: Selector
     branches: int = 4
+    draws: ClassVar[str] = "sampling"
 
     def __post_init__(self) -> None:
         at_least_one_of("branches", self.branches, 0)
@@ -39,6 +41,11 @@ class Lookahead(Looking):
                 f"{type(self.base).__name__} chooses without looking or may wait; take a selector that looks and "
                 "commits something in every step"
             )
+
+    @property
+    def parts(self) -> tuple[Selector]:
+        """See `traits.py`."""
+        return (self.base,)
 
     def __call__(self, scores: Float[Tensor, "batch seq"], step: Step) -> Bool[Tensor, "batch seq"]:
         """See `Selector`."""

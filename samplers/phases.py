@@ -54,10 +54,9 @@ class Relay(Looking):
                 raise ValueError(f"{type(part).__name__} does not look at predictions or follows a schedule of its own")
 
     @property
-    def attention_layers(self) -> int | float | None:
-        """What one of the parts asks for; `early` first."""
-        asked = [getattr(part, "attention_layers", None) for part in (self.early, self.late)]
-        return next((layers for layers in asked if layers is not None), None)
+    def parts(self) -> tuple[Selector, Selector]:
+        """See `traits.py`."""
+        return self.early, self.late
 
     def __call__(self, scores: Float[Tensor, "batch seq"], step: Step) -> Bool[Tensor, "batch seq"]:
         """See `Selector`."""

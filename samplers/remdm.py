@@ -207,6 +207,7 @@ class Planner:
     steps: int = 64
     eta: float = 1.0
     blind: ClassVar[bool] = False
+    reads_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_one_of("steps", self.steps, 1)

@@ -256,6 +256,11 @@ class MinSpacing:
         at_least_one_of("spacing", self.spacing, 1)
 
     @property
+    def parts(self) -> tuple[Selector]:
+        """See `traits.py`."""
+        return (self.base,)
+
+    @property
     def blind(self) -> bool:
         """See `Selector`."""
         return self.base.blind

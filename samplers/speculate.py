@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -122,6 +123,7 @@ class Speculative:
 
     drafts: int = 4
     per_step: int = 1
+    exchangeable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_one_of("drafts", self.drafts, 1)

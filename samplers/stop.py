@@ -44,6 +44,7 @@ class EosStop:
 
     eos_token_ids: tuple[int, ...]
     name: ClassVar[str] = "eos"
+    at_end_tokens: ClassVar[bool] = True
 
     def __call__(self, state: State) -> Int64[Tensor, " batch"]:
         """See `StopRule`."""

@@ -10,6 +10,7 @@ Read next: `presets_revise.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -94,6 +95,8 @@ class NarrowOut:
 class Shadows:
     """Cache policy: leave-one-out predictions by shadow rows."""
 
+    exchangeable: ClassVar[bool] = False
+
     def start(self, denoiser: Denoiser) -> LeaveOneOut:
         """See `CachePolicy`. Raises ValueError for a denoiser without shadow rows."""
         if not isinstance(denoiser, ShadowDenoiser):
@@ -108,6 +111,8 @@ class Shadows:
 @dataclass(frozen=True)
 class MaskedInTurn:
     """Cache policy: leave-one-out predictions of copies of the row, each with one decided token masked."""
+
+    exchangeable: ClassVar[bool] = False
 
     def start(self, denoiser: Denoiser) -> LeaveOneOut:
         """See `CachePolicy`."""
