@@ -89,5 +89,10 @@ def shadow_logits(
     for layer in backbone.layers:
         hidden, _ = layer(hidden, rotation, mask, None)
     hidden = backbone.norm(hidden)
-    canvas_logits = model._head_at(hidden[:, :seq], at, None)
-    return canvas_logits, model._head_at(hidden[:, seq:], used, None)
+
+    def head(part: Float[Tensor, "batch _ width"], where: Bool[Tensor, "batch _"]) -> Float[Tensor, "rows vocab"]:
+        rows, count = model._rows_at(part, where, None)
+        logits: Tensor = model.lm_head(rows)[:count]
+        return logits
+
+    return head(hidden[:, :seq], at), head(hidden[:, seq:], used)
