@@ -132,7 +132,8 @@ def parse(arguments: list[str]) -> tuple[TaskOptions, dict[str, Any]]:
         group = parser.add_argument_group(title)
         group.add_class_arguments(kind, as_group=False)
     text = "length of an answer (default: the preset's, else the task's max_gen_toks, else 256)"
-    group = parser.add_argument_group("options of generation")
+    unset = "What is not given here or by the preset is the task's: temperature 0 unless the task samples."
+    group = parser.add_argument_group("options of generation", unset)
     group.add_argument("--max_new_tokens", type=int | None, default=None, help=text)
     others = {p for p in inspect.signature(generate).parameters if p not in GENERATION}
     group.add_function_arguments(generate, as_group=False, skip={*others, "max_new_tokens", *knobs})
