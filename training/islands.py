@@ -357,6 +357,8 @@ class Islands:
         """See `Outer`."""
         if isinstance(self.exchange, Joined):
             self.exchange.close()
+        if self.links.wide is not None:
+            self.links.wide.close()
         if self.links.control is not None:
             self.links.control.close()
 

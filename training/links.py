@@ -74,6 +74,10 @@ class Gloo:
             self.group.allreduce([tensor]).wait(timedelta(seconds=self.patience.seconds))
         return tensor
 
+    def close(self) -> None:
+        """Hangs up: islands that still wait for this one then know at once that it has ended."""
+        self.group = None
+
     def _trade(self, sends: Mapping[int, Wire], sizes: Mapping[int, int]) -> dict[int, Wire]:
         self.messages += 1
         came = {j: torch.empty(size, dtype=torch.uint8) for j, size in sizes.items()}
@@ -126,6 +130,7 @@ class Control:
     def close(self) -> None:
         """Ends the thread; what was asked and is not under way is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.transport.close()
 
     def _gather(self, thing: Any) -> list[Any]:
         payload = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)
