@@ -3,15 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := mdlm/*.py samplers training eval benchmarks tests
+SOURCES := mdlm/*.py samplers training eval benchmarks tests notebooks
 
-.PHONY: help install demo browser test test-slow lint format clean
+.PHONY: help install demo browser test test-slow lint format notebooks clean
 
 help:
 	@echo "make demo       install, train on the built-in corpus, save, evaluate, generate, show the text unmasking (about 6 minutes)"
 	@echo "make test       install (Chromium as well where apt-get can), run the test suite"
 	@echo "make test-slow  the extras behind the marker 'slow'"
 	@echo "make lint       install, ruff and mypy"
+	@echo "make notebooks  install, run the notebooks and render them into docs/notebooks (some minutes)"
 	@echo "make clean      remove .venv and the demo's output"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,6 +54,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+notebooks: $(STAMP) browser
+	@echo "== running and rendering the notebooks"
+	$(BIN)/python notebooks/render.py
 
 clean:
 	rm -rf $(VENV) demo
