@@ -308,6 +308,8 @@ def summarise(kind: str, found: Sequence[tuple[bool, Record]]) -> dict[str, Any]
         result["empty_texts"] = sum(not record["text"].strip() for record in records)
         result["finish"] = dict(Counter(record["finish"] for record in records))
         return result
+    if kind == "loglikelihood":
+        result["greedy_nfe_mean"] = sum(record["greedy_nfe"] for record in records) / count
     errors = [record["standard_error"] for record in records]
     known = None not in errors
     result["tokens"] = sum(record["tokens"] for record in records)

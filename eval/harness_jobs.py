@@ -147,7 +147,9 @@ class Worker:
         pairs = [Pair(job.prompt, job.answer, job.noise) for job in jobs]
         scores = self._scores(pairs, jobs[0].options)
         greedy = greedy_matches(self.denoiser, pairs, block_size=self.block_size, batch=self.batch_size)
-        return [{**_record(score), "greedy": matches} for score, matches in zip(scores, greedy)]
+        return [
+            {**_record(score), "greedy": matches, "greedy_nfe": nfe} for score, (matches, nfe) in zip(scores, greedy)
+        ]
 
     def score_texts(self, jobs: list[Job]) -> list[Record]:
         """The likelihoods of whole texts."""

@@ -231,14 +231,15 @@ def _ask(denoiser: Denoiser, rows: Batch, masked: Tensor, asked: Tensor) -> tupl
 
 def greedy_matches(
     denoiser: Denoiser, pairs: Sequence[Pair], *, block_size: int | None = None, batch: int = 32
-) -> list[bool]:
-    """Whether greedy decoding writes exactly the answer: the likeliest token at the surest position, one at a time.
+) -> list[tuple[bool, int]]:
+    """Whether greedy decoding writes exactly the answer, and the evaluations that it took to know.
 
-    The position is the one whose likeliest token is most probable (the leftmost of equals), among the masked ones of
-    the block for a block-causal model. A pair is left as soon as one token is wrong.
+    Greedy decoding is: the likeliest token at the surest position, one at a time. The surest position is the one whose
+    likeliest token is most probable (the leftmost of equals), among the masked ones, of the block for a block-causal
+    model. A pair is left as soon as one token is wrong.
     """
     parts = [(i, part) for i, pair in enumerate(pairs) for part in cut_at_blocks(pair, block_size)]
-    verdict = [True] * len(pairs)
+    verdict, nfe = [True] * len(pairs), [0] * len(pairs)
     for start in range(0, len(parts), batch):
         live = [(i, part, set(range(len(part.answer)))) for i, part in parts[start : start + batch] if verdict[i]]
         while live:
@@ -255,8 +256,9 @@ def greedy_matches(
                 surest = int(best[at : at + len(places)].argmax())
                 right = int(tokens[at + surest]) == part.answer[places[surest]]
                 at += len(places)
+                nfe[i] += 1
                 verdict[i] = verdict[i] and right
                 if right and len(hidden) > 1:
                     left.append((i, part, hidden - {places[surest]}))
             live = [entry for entry in left if verdict[entry[0]]]
-    return verdict
+    return list(zip(verdict, nfe))

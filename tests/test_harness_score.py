@@ -208,7 +208,10 @@ def test_the_greedy_flag_is_what_one_token_at_a_time_decoding_writes() -> None:
         for place in range(len(pair.answer))
     ]
     for batch in (1, 3, 64):
-        assert greedy_matches(denoiser, right + wrong, batch=batch) == [True] * len(right) + [False] * len(wrong)
+        found = greedy_matches(denoiser, right + wrong, batch=batch)
+        assert [matches for matches, _ in found] == [True] * len(right) + [False] * len(wrong)
+        assert [nfe for _, nfe in found[: len(right)]] == lengths
+        assert sum(nfe for _, nfe in found[len(right) :]) < sum(length * length for length in lengths)  # left early
 
 
 def test_guidance_needs_the_estimator_that_has_it() -> None:
