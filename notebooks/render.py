@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import nbformat
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
@@ -32,9 +31,14 @@ def prepare(folder):
 def execute(path, folder):
     """The notebook with its outputs, run in `folder`. Raises CellExecutionError where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(folder)}}
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # else it warns of unencrypted TCP
-    NotebookClient(notebook, timeout=1200, km=kernel, resources=resources).execute()
+    client = NotebookClient(
+        notebook,
+        timeout=1200,
+        startup_timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
     return notebook
 
 
