@@ -212,6 +212,7 @@ class MDLM(LM):
                 "preset": None if self.preset is None else self.preset.name,
                 "block_size": self.worker.block_size,
                 "device": str(self._device),
+                "gpu": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None,
                 "processes": self._world_size,
                 "tasks": {
                     task: {"options": self.options_of(task).describe(), **found}

@@ -197,7 +197,7 @@ class Worker:
         records = []
         for i, job in enumerate(jobs):
             ids = out.tokens[i][len(job.prompt) :].tolist()
-            text = decode(self.tokenizer, ids[:-1] if out.finish[i] == "eos" else ids)
+            text = decode(self.tokenizer, job.prompt, ids[:-1] if out.finish[i] == "eos" else ids)
             counts = {name: int(getattr(out, name)[i]) for name in ("nfe", "forwards", "tokens_fed", "new_tokens")}
             records.append({"text": cut(text, wish.until), "finish": out.finish[i], **counts})
         return records

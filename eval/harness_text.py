@@ -20,6 +20,7 @@ Ids = list[int]
 DEFAULT_NEW_TOKENS = 256
 """As in lm-eval's own models, where neither the task nor the caller says a length."""
 
+_NEAR = 4  # tokens of the prompt that are decoded with its continuation
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -105,9 +106,18 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, until: Sequence[str]) -> tuple[i
     return tuple(found)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text without special tokens, exactly as the tokens spell it."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Text of `ids` without special tokens, exactly as they spell it behind the tokens `before`.
+
+    Alone, the first token of a SentencePiece tokenizer would lose its space, and code its first indentation.
+    """
+
+    def text(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    near = list(before)[-_NEAR:]
+    start, whole = text(near), text([*near, *ids])
+    return whole[len(start) :] if whole.startswith(start) else text(ids)  # a character half in the prompt
 
 
 def cut(text: str, until: Sequence[str]) -> str:
@@ -135,7 +145,8 @@ class UntilStop:
         holes = torch.where(open_.any(dim=-1), open_.int().argmax(dim=-1), state.tokens.shape[1]).tolist()
         for row, (start, hole) in enumerate(zip(state.origin.tolist(), holes)):
             if hole > start:
-                text = decode(self.tokenizer, state.tokens[row, start:hole].tolist())
+                ids = state.tokens[row, :hole].tolist()
+                text = decode(self.tokenizer, ids[:start], ids[start:])
                 if any(stop in text for stop in self.until):
                     ends[row] = hole
         return ends

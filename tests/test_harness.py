@@ -16,14 +16,15 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from public_folders import make_folder
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mdlm.chat import PLAIN_TEMPLATE
 from mdlm.denoiser import FunctionDenoiser, as_denoiser
 from mdlm.eval.harness import MDLM
 from mdlm.load import load_model
 from mdlm.modeling import MDLMForMaskedLM
-from mdlm.samplers import PRESETS
+from mdlm.samplers import PRESETS, generate
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +187,44 @@ def test_answers_end_before_until_and_early() -> None:
     whole = model(strategy="confidence", block_length=1, eos="ignore")
     assert whole.generate_until([generation("b>", max_gen_toks=8)])[0].startswith("c;")
     assert next(iter(whole.answers._found.values()))["nfe"] == 8
+
+
+def test_the_harness_writes_what_generate_writes_for_the_user() -> None:
+    """dllm #80: the chat program and the evaluation disagreed. Lengths that no block divides are kept (dllm #107)."""
+    tokenizer = hm.letter_tokenizer()
+    prompts = ["b>", "a>b;c>"]
+    for options in (
+        {"strategy": "threshold", "block_length": 4},
+        {"strategy": "dus", "cache": "dual", "block_length": 4},
+    ):
+        own = model(**options, temperature=0.0, eos="ignore").generate_until(
+            [generation(prompt, max_gen_toks=7) for prompt in prompts]
+        )
+        ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        out = generate(hm.trained_model(), tokenizer, ids, max_new_tokens=7, temperature=0.0, eos="ignore", **options)
+        assert own == out.text
+        assert out.new_tokens.tolist() == [7, 7]
+
+
+def test_the_first_indentation_of_code_is_not_lost() -> None:
+    """d2F #6: HumanEval 0.006, because of what was done to the text. The first token's space is part of the answer."""
+    pieces = ["<mask>", "</s>", "\u2581def", "\u2581f:", "\u2581", "\u2581return", "\u2581x"]
+    inner = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="\u2581"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    spaced = PreTrainedTokenizerFast(tokenizer_object=inner, mask_token="<mask>", eos_token="</s>")
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(*tokens.shape, len(pieces))
+        for place, token in zip(range(2, 6), (4, 5, 6, 1)):
+            out[:, place : place + 1, token] = 9.0
+        return out
+
+    coder = FunctionDenoiser(logits, 0, len(pieces), ragged_ok=True)
+    lm = model(pretrained=coder, tokenizer=spaced)
+    assert spaced.decode([4, 5, 6]) == " return x"  # what is lost without the prompt in front
+    assert lm.generate_until([generation("def f:", max_gen_toks=4)]) == ["  return x"]
+    assert lm.generate_until([generation("def f:", max_gen_toks=4, until=["  return"])]) == [""]
 
 
 def test_special_tokens_stop_too_and_do_not_show() -> None:
