@@ -11,14 +11,13 @@ weights, which one island trained alone beforehand: early training needs frequen
 plateau to leave first. Then, per number of islands,
 
 1. *tuning*, on links that are not shaped: each method with each learning rate, seed 0. The link's rate does not change
-   what is computed, only when. A method keeps the rate with which it came lowest; the loss that the baseline came to
-   in `steps` steps is the target.
+   what is computed, only when. A method keeps the rate with which it came lowest; the loss that plain DDP came to in
+   `steps` steps is the target.
 2. *measuring*: per rate of the link, method and seed, until the target is reached, or for `stretch` times as many
    steps.
 
 Seconds leave out validation; bytes are the interface's; a method that did not reach the target says so. Results are
-JSON lines, one per run, with the measured rate of the links beside the one asked for. Read next:
-`docs/low-communication.md`.
+JSON lines, one per run, with the measured rate of the links beside the one asked for. Read next: `island_runs.py`.
 """
 
 from __future__ import annotations
@@ -29,166 +28,18 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import network as net
+from island_runs import BASELINES, METHODS, PARAMETERS, Case, measure, prepare
 from jsonargparse import auto_cli, set_parsing_settings
-from network import LINK, Network, address
 
 from mdlm.eval.plots import line_plot
-
-PORT = 29555
-BASE = {
-    "data.source": "builtin",
-    "data.seq_len": 64,
-    "data.validation_rows": 128,
-    "tokenizer.vocab_size": 512,
-    "model.hidden_size": 192,
-    "model.num_hidden_layers": 4,
-    "model.num_attention_heads": 3,
-    "model.qk_norm": True,
-    "train.precision": "fp32",
-    "train.measure_peak": False,
-    "lr_schedule.kind": "constant",
-    "checkpoint.every": 0,
-}
-ROWS = 8
-"""Rows of 64 tokens per island and step."""
-PARAMETERS = 1.87e6
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way to train on several islands."""
-
-    options: Mapping[str, Any]
-    bits: float
-    """Bits per parameter on the wire in one exchange, about; for the estimate of the duration only."""
-    every: int = 1
-    """Steps between two exchanges of a parameter."""
-    overlapped: bool = False
-    """Whether training goes on during an exchange."""
-    one_world: bool = True
-    """All islands in one process group (DDP); else one launch per island."""
-
-
-METHODS: dict[str, Method] = {
-    "ddp": Method({}, bits=32),
-}
-"""Name -> options."""
-BASELINE = "ddp"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run."""
-
-    islands: int
-    mbit: float | None
-    method: str
-    lr: float
-    seed: int
-    steps: int
-    target: float | None
-
-    @property
-    def key(self) -> str:
-        """What a run is recognised by; the target is not part of it."""
-        rate = "unshaped" if self.mbit is None else f"{self.mbit:g}mbit"
-        return f"{self.islands}x-{rate}-{self.method}-lr{self.lr:g}-seed{self.seed}-{self.steps}"
-
-
-def arguments(options: Mapping[str, Any]) -> list[str]:
-    """The command line of one training process."""
-    return [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in options.items()]
-
-
-def commands(case: Case, start: Path, folder: Path, every: int) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Command and environment of every island's process; validation every `every` steps."""
-    method = METHODS[case.method]
-    for island in range(case.islands):
-        options = {
-            **{name: v for name, v in BASE.items() if not name.startswith(("model.", "tokenizer."))},
-            "model.init_from": start,
-            "output_dir": folder / ("0" if method.one_world else str(island)),
-            "train.global_batch": ROWS * case.islands if method.one_world else ROWS,
-            "train.steps": case.steps,
-            "train.log_every": every,
-            "validation.every": every,
-            "optim.lr": case.lr,
-            "seed": case.seed,
-            **method.options,
-        }
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK, "TP_SOCKET_IFNAME": LINK}
-        if method.one_world:
-            environment |= {"RANK": str(island), "LOCAL_RANK": "0", "WORLD_SIZE": str(case.islands)}
-            environment |= {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
-        yield [sys.executable, "-m", "mdlm.training", *arguments(options)], environment
-
-
-def follow(path: Path, alive: Any) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Records of a metrics file as they are written, each with the moment it was seen; ends when nobody is `alive`."""
-    seen = 0
-    while True:
-        last = not alive()
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        for line in lines[seen:]:
-            yield time.monotonic(), json.loads(line)
-        seen = len(lines)
-        if last:
-            return
-        time.sleep(0.01)
-
-
-def measure(case: Case, start: Path, folder: Path, every: int) -> dict[str, Any]:
-    """Makes one run on a network of its own. Raises RuntimeError with the end of the log if a process fails.
-
-    Returns `curve`: [step, seconds without validations, MB sent by island 0, validation nats per token] at every
-    validation, counted from the moment before the first step; and what is needed to judge it. A message that is under
-    way while islands validate gets that time for nothing: at most one exchange per validation.
-    """
-    one_world = METHODS[case.method].one_world
-    with Network(case.islands, case.mbit) as network:
-        rates = network.verified()
-        folder.mkdir(parents=True, exist_ok=True)
-        logs = [(folder / f"{i}.log").open("w") for i in range(case.islands)]
-        processes = [
-            network.start(i, command, environment, log)
-            for i, ((command, environment), log) in enumerate(zip(commands(case, start, folder, every), logs))
-        ]
-        curve: list[list[float]] = []
-        clock = sent = 0.0
-        reached = False
-        for moment, record in follow(folder / "0" / "metrics.jsonl", lambda: all(p.poll() is None for p in processes)):
-            if record["kind"] == "start":
-                resumed, before = moment, network.sent_bytes(0)
-            elif record["kind"] == "train":
-                clock += moment - resumed
-                sent, before = sent + network.sent_bytes(0) - before, network.sent_bytes(0)
-            elif record["kind"] == "validation":
-                if one_world:  # whose validation is shared out, and is not to be counted
-                    before = network.sent_bytes(0)
-                resumed = moment
-                curve.append([record["step"], clock, sent / 1e6, record["nats_per_token"]])
-                reached = case.target is not None and record["nats_per_token"] <= case.target
-                if reached or record["step"] == case.steps:
-                    break
-        if not reached:
-            for island, process in enumerate(processes):
-                if process.wait(timeout=120):
-                    text = (folder / f"{island}.log").read_text()
-                    raise RuntimeError(f"{case.key}: island {island} failed:\n{text[-3000:]}")
-        network.stop()
-        for log in logs:
-            log.close()
-    return {"curve": curve, "measured_mbit": rates, "load": os.getloadavg()[0]}
 
 
 def reach(curve: Sequence[Sequence[float]], target: float) -> tuple[float, float, float] | None:
@@ -224,28 +75,6 @@ class Results:
         with self.path.open("a+", encoding="utf-8") as file:
             torn = file.tell() > 0 and not self.path.read_bytes().endswith(b"\n")
             file.write("\n" * torn + json.dumps(row) + "\n")
-
-
-def prepare(folder: Path, steps: int) -> Path:
-    """The common start: a checkpoint that one process trained alone, made once and kept in `folder`."""
-    done = folder / f"checkpoint-{steps}"
-    if not done.is_dir():
-        options = {
-            **BASE,
-            "output_dir": folder,
-            "overwrite": True,
-            "train.global_batch": 4 * ROWS,
-            "train.steps": steps,
-            "train.log_every": 50,
-            "train.corruption_warmup": 0.5,
-            "validation.every": steps,
-            "optim.name": "muon",
-            "optim.lr": 4e-3,
-            "optim.muon_lr": 0.02,
-            "lr_schedule.warmup_fraction": 0.05,
-        }
-        subprocess.run([sys.executable, "-m", "mdlm.training", *arguments(options)], check=True)
-    return done
 
 
 def estimate(cases: Sequence[Case], step_seconds: float) -> float:
@@ -286,7 +115,7 @@ def run(
         output: folder of the results, the common start and the logs.
         islands: numbers of islands.
         mbit: rates of the links in Mbit/s, the same in both directions.
-        methods: which methods; the baseline is always among them.
+        methods: which methods; the baselines are always among them.
         seeds: seeds of noise and data; a figure without three of them means nothing.
         lrs: inner learning rates to choose from, per method.
         steps: steps of the methods that exchange in every step.
@@ -303,7 +132,7 @@ def run(
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise ValueError(f"unknown method {unknown[0]!r}; there are {', '.join(METHODS)}")
-    chosen = dict.fromkeys([BASELINE, *methods])
+    chosen = dict.fromkeys([*BASELINES, *methods])
     results = Results(output / "results.jsonl")
     rates: list[float | None] = [*([None] if unshaped else []), *mbit]
 
@@ -368,13 +197,13 @@ def best_lrs(results: Results, tuned: Sequence[Case]) -> dict[str, float]:
 
 
 def target_of(results: Results, tuned: Sequence[Case]) -> float:
-    """The lowest last loss of the baseline, in nats per token."""
-    rows = [results.find(case.key) for case in tuned if case.method == BASELINE]
+    """The lowest last loss of plain DDP, in nats per token."""
+    rows = [results.find(case.key) for case in tuned if case.method == BASELINES[0]]
     return min(_final(row) for row in rows if row is not None)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per islands, rate and method: medians over seeds, with the extremes of the time; speed-up over the baseline."""
+    """Per islands, rate and method: medians over seeds, with the extremes of the time; speed-ups over the baselines."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["target"] is not None:
@@ -400,10 +229,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "mb": statistics.median(x[2] for x in reached) if reached else None,
             }
         )
-    base = {(r["islands"], r["mbit"]): r["seconds"] for r in table if r["method"] == BASELINE}
-    for r in table:
-        first = base.get((r["islands"], r["mbit"]))
-        r["speedup"] = first / r["seconds"] if first and r["seconds"] else None
+    for baseline in BASELINES:
+        base = {(r["islands"], r["mbit"]): r["seconds"] for r in table if r["method"] == baseline}
+        for r in table:
+            first = base.get((r["islands"], r["mbit"]))
+            r[f"over_{baseline}"] = first / r["seconds"] if first and r["seconds"] else None
     return table
 
 
@@ -418,7 +248,7 @@ def report(output: Path = Path("runs/slow_network")) -> None:
     if not table:
         raise ValueError(f"{output}/results.jsonl holds no measured run yet")
     names = ("islands", "mbit", "measured_mbit", "method", "lr", "seeds", "reached", "seconds_per_step", "mb_per_step",
-             "steps", "seconds", "fastest", "slowest", "mb", "speedup")  # fmt: skip
+             "steps", "seconds", "fastest", "slowest", "mb", *(f"over_{b}" for b in BASELINES))  # fmt: skip
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for row in table:
         cells = ["" if row[n] is None else f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n]) for n in names]
@@ -443,7 +273,7 @@ def check(mbit: float | None = 100.0, islands: int = 4) -> None:
     problem = net.unavailable()
     if problem is not None:
         raise ValueError(f"no emulated network here: {problem}")
-    with net.only_one(), net.stoppable(), Network(islands, mbit) as network:
+    with net.only_one(), net.stoppable(), net.Network(islands, mbit) as network:
         print(" ".join(f"{rate:.1f}" for rate in network.verified()), "Mbit/s")
 
 
