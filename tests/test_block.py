@@ -167,6 +167,17 @@ def test_a_document_does_not_see_its_neighbours_in_the_row() -> None:
     assert torch.equal(before, after)
 
 
+def test_a_compiled_backbone_takes_clean_ids_in_one_graph() -> None:
+    loss = objective(4, 8)
+    noised = loss.noise(rows_batch(8, 12, packed=True), 0)
+    model = make_model("sdpa", block_size=4, initializer_range=0.1)
+    expected, gradient = loss_and_gradient(model, [noised], loss)
+    model.model.compile(dynamic=False, fullgraph=True, backend="eager")
+    found, compiled = loss_and_gradient(model, [noised], loss)
+    assert found == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(compiled, gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_clean_ids_that_mean_nothing_are_refused() -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="this model has no blocks"):

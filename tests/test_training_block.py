@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mdlm.load import load_model
 from mdlm.objective import NoisedBatch, Objective
 from mdlm.samplers import generate
 from mdlm.training import loop
+from mdlm.training.config import parse_config
 from mdlm.training.loop import optimizer_step, start, train
 
 OPTIONS: dict[str, Any] = {
@@ -95,6 +98,33 @@ def test_a_stopped_and_resumed_run_is_the_run_that_was_not(
     assert resumed is not None
     assert_same(straight, resumed)
     assert [line["step"] for line in records(tmp_path / "run", "noise_range")] == [3, 6]
+
+
+def test_the_recipe_stopped_and_resumed_is_the_recipe_in_one_piece(texts: Path, tmp_path: Path) -> None:
+    """block.yaml as it is, but short, small and on other text; stopped where the range is searched."""
+    recipe = Path(str(files("mdlm.training.recipes"))) / "block.yaml"
+    reduced = {
+        "train__steps": 4, "train__compile": "false", "validation__every": 2, "checkpoint__every": 2,
+        "preview__every": 4,
+        "preview__length": 8, "objective__warmup_steps": 1, "model__num_attention_heads": 4,
+        "data__validation_fraction": 0.3, "train__ema": 0.9, "model__max_position_embeddings": 64,
+    }  # fmt: skip
+    kept = {"train.precision", "optim.lr"}
+
+    def run(output: Path, **more: Any) -> Path | None:
+        given = arguments(texts, output, **reduced, **more)
+        shortened = [option for option in given if option[2:].partition("=")[0] not in kept]
+        with fresh_accelerate():
+            return train(parse_config([f"--config={recipe}", *shortened]))
+
+    whole = run(tmp_path / "whole")
+    assert whole is not None
+    assert records(tmp_path / "whole", "noise_range")[0]["step"] == 2
+    shutil.copytree(whole.parent / "checkpoint-2", tmp_path / "pieces" / "checkpoint-2")
+    resumed = run(tmp_path / "pieces", resume="auto")
+    assert resumed is not None
+    assert_same(whole, resumed)
+    assert records(tmp_path / "pieces", "noise_range") == records(tmp_path / "whole", "noise_range")
 
 
 def test_two_processes_make_the_steps_of_one(texts: Path, tmp_path: Path, straight: Path) -> None:
