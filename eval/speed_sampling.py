@@ -210,7 +210,10 @@ def overhead(
     times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
-            knobs = {"block_length": block} if "block_length" in inspect.signature(PRESETS[name]).parameters else {}
+            known = inspect.signature(PRESETS[name]).parameters
+            knobs = {"block_length": block} if "block_length" in known else {}
+            if "delimiters" in known and known["delimiters"].default:  # texts, and there is no tokenizer
+                knobs["delimiters"] = (MASK,)  # which is never predicted
             run = Run(ModelDenoiser(model), canvas, build_strategy(name, **knobs), row_keys(0, batch))
             taken: list[tuple[float, float]] = []
             while not run.done and len(taken) < steps:

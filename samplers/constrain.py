@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -48,6 +48,8 @@ class Constraint:
     """The answer of every row must be accepted by `automaton`."""
 
     automaton: TokenAutomaton
+    at_start: tuple[int, ...] = ()
+    """Ids that something else keeps from the first editable position of a row; for the check only."""
 
     def check(self, state: State, strategy: Strategy) -> None:
         """Raises ValueError, before anything is written, where an answer has no length that the automaton accepts, for
@@ -68,15 +70,28 @@ class Constraint:
                     f"{type(rule).__name__} may end an answer anywhere, a constraint only where it is accepted; leave "
                     "one of them out"
                 )
-        _, length = answer(state)
-        possible = self.completable(int(length.amax()))[length, 0]
+        start, length = answer(state)
+        table = torch.nn.functional.pad(self.completable(int(length.amax())), (0, 1))
+        possible = table[length, 0]
+        if self.at_start:
+            follow = table[(length - 1).clamp(min=0)][:, self._first_states()].any(dim=-1)
+            possible = torch.where((state.origin == start) & (length > 0), follow, possible)
         bad = (state.masked.any(dim=-1) & ~possible).nonzero()[:, 0].tolist()
         if bad:
             row, places = int(state.rows[bad[0]]), int(length[bad[0]])
             raise ValueError(
                 f"row {row} has {places} positions to write at its end, and no sequence of so many tokens (or of fewer "
-                "and an end-of-sequence token, if such tokens end rows) satisfies the constraint; give it more or fewer"
+                "and an end-of-sequence token, if such tokens end rows) satisfies the constraint"
+                f"{' and the tokens suppressed at the start' if self.at_start else ''}; give it more or fewer"
             )
+
+    def _first_states(self) -> Int64[Tensor, " classes"]:
+        """Where the tokens lead that may stand first; `states` stands for nowhere."""
+        token_class, classes = self.automaton.token_class, self.automaton.next_state.shape[1]
+        suppressed = torch.tensor(self.at_start, device=token_class.device).unique()
+        every = torch.bincount(token_class, minlength=classes)
+        allowed = every > torch.bincount(token_class[suppressed], minlength=classes)
+        return torch.where(allowed, self.automaton.next_state[0], self.automaton.states)
 
     def completable(self, length: int) -> Bool[Tensor, "lengths states"]:
         """Whether 0 .. `length` further tokens can lead from a state to acceptance."""
@@ -92,22 +107,50 @@ class Constraint:
         return Paths(self, step)
 
 
-def regex_constraint(
-    pattern: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    denoiser: Denoiser,
-    eos_token_ids: Sequence[int] = (),
-    banned: Sequence[int] = (),
-) -> Constraint:
-    """The constraint that the text of every answer matches `pattern` (see `token_automaton`, also for what it raises).
+class Regex:
+    """A regular expression that the text of an answer matches as a whole, and its automata over a tokenizer's tokens.
 
-    Raises ValueError without a tokenizer.
+    An automaton takes seconds for a large vocabulary. `generate(regex="...")` builds it anew; who asks often makes a
+    `Regex` once and hands that in: it keeps what it has built, for each set of end tokens and banned ones.
     """
+
+    def __init__(self, pattern: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.pattern, self.tokenizer = pattern, tokenizer
+        self._built: dict[tuple[Any, ...], TokenAutomaton] = {}
+
+    def __repr__(self) -> str:
+        return f"Regex({self.pattern!r})"
+
+    def constraint(
+        self,
+        denoiser: Denoiser,
+        eos_token_ids: Sequence[int] = (),
+        banned: Sequence[int] = (),
+        at_start: Sequence[int] = (),
+    ) -> Constraint:
+        """The constraint that every answer matches; see `token_automaton`, also for what it raises, and `Constraint`
+        for `at_start`."""
+        mask, ends, never = denoiser.mask_token_id, tuple(sorted(set(eos_token_ids))), tuple(sorted(set(banned)))
+        key = (denoiser.num_tokens, mask, ends, never, denoiser.device)
+        if key not in self._built:
+            texts = token_texts(self.tokenizer, denoiser.num_tokens)
+            texts[mask] = None
+            self._built[key] = token_automaton(self.pattern, texts, ends, never).to(denoiser.device)
+        return Constraint(self._built[key], tuple(at_start))
+
+
+def as_regex(regex: str | Regex, tokenizer: PreTrainedTokenizerBase | None) -> Regex:
+    """The expression over this tokenizer. Raises ValueError without one, and for a `Regex` over another."""
+    if isinstance(regex, Regex):
+        if tokenizer is not None and tokenizer is not regex.tokenizer:
+            if tokenizer.get_vocab() != regex.tokenizer.get_vocab():
+                raise ValueError(
+                    f"{regex} was made for another tokenizer; make one for this: Regex(pattern, tokenizer)"
+                )
+        return regex
     if tokenizer is None:
         raise ValueError("a regular expression speaks of text, which needs a tokenizer; give one")
-    texts = token_texts(tokenizer, denoiser.num_tokens)
-    texts[denoiser.mask_token_id] = None
-    return Constraint(token_automaton(pattern, texts, eos_token_ids, banned).to(denoiser.device))
+    return Regex(regex, tokenizer)
 
 
 class Paths:

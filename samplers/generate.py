@@ -19,7 +19,8 @@ from mdlm.denoiser import Denoiser, as_denoiser
 from mdlm.samplers.arguments import checked, one_of
 from mdlm.samplers.cache_policies import CacheName, cache_named
 from mdlm.samplers.canvas import Canvas, Generation
-from mdlm.samplers.constrain import regex_constraint
+from mdlm.samplers.constrain import Regex, as_regex
+from mdlm.samplers.delimiters import with_token_ids
 from mdlm.samplers.driver import Frame, Run, row_keys
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.presets import build_strategy
@@ -76,7 +77,7 @@ def generate(
     repetition_penalty: float = 1.0,
     guidance: float = 0.0,
     cache: CacheName | None = None,
-    regex: str | None = None,
+    regex: str | Regex | None = None,
     batch_size: int = 16,
     **knobs: Any,
 ) -> Generation:
@@ -108,7 +109,8 @@ def generate(
             written in the same step count (see `OncePerStep`). 1: none.
         guidance: strength of classifier-free guidance by the prompt (see `Guided`); 0: none. Doubles the evaluations.
         regex: a regular expression that the text of each answer matches as a whole, up to its end-of-sequence token
-            (see `token_automaton`, `Constraint`). Needs the tokenizer and the extra `constrain`.
+            (see `token_automaton`, `Constraint`). Needs the tokenizer and the extra `constrain`. Its automaton takes
+            seconds for a large vocabulary; `Regex(pattern, tokenizer)` in place of the text builds it once.
         cache: stored keys and values of earlier forwards, for fewer tokens per forward: `prefix`, `dual`, `delayed` and
             `interval` are approximations, `block` is exact and for block-causal models, `none` feeds everything (see
             `mdlm.samplers.cache_policies`, whose objects take intervals). None: the strategy's own.
@@ -169,7 +171,7 @@ def stream(
     repetition_penalty: float = 1.0,
     guidance: float = 0.0,
     cache: CacheName | None = None,
-    regex: str | None = None,
+    regex: str | Regex | None = None,
     top: int = 0,
     **knobs: Any,
 ) -> Iterator[Frame]:
@@ -230,7 +232,7 @@ def _plan(
     repetition_penalty: float,
     guidance: float,
     cache: str | None,
-    regex: str | None,
+    regex: str | Regex | None,
     batch_size: int,
     knobs: dict[str, Any],
 ) -> Plan:
@@ -253,12 +255,14 @@ def _plan(
     built = dataclasses.replace(built, draw=dataclasses.replace(built.draw, **changes))
     ends = _end_ids(model, tokenizer, eos_token_id)
     _check_ids((*ends, *suppress_tokens, *begin_suppress_tokens), denoiser)
-    built = _with_eos(built, eos, ends, draw)
+    built = _with_eos(with_token_ids(built, tokenizer), eos, ends, draw)
     banned = (*suppress_tokens, *ends) if eos == "ban" else tuple(suppress_tokens)
     built = _with_transforms(built, repetition_penalty, banned, tuple(begin_suppress_tokens))
     if regex is not None:
         closing = ends if eos in ("stop", "defer") else ()
-        built = dataclasses.replace(built, constraint=regex_constraint(regex, tokenizer, denoiser, closing, banned))
+        expression = as_regex(regex, tokenizer)
+        constraint = expression.constraint(denoiser, closing, banned, tuple(begin_suppress_tokens))
+        built = dataclasses.replace(built, constraint=constraint)
     if cache is not None:
         if not is_exchangeable(built.cache):
             raise ValueError(

@@ -107,7 +107,7 @@ def spans(
     max_len: int | None = None,
     max_gap: int = 0,
     jump: float = 0.5,
-    delimiters: tuple[int, ...] = (),
+    delimiters: tuple[int | str, ...] = (),
     layers: int = 4,
     block_length: int | None = 32,
 ) -> Strategy:
@@ -128,7 +128,7 @@ def spans(
         max_len: cut longer runs into such pieces; None: never. For `runs`.
         max_gap: unsure positions allowed inside a run. For `runs`.
         jump: nats. For `jumps`.
-        delimiters: token ids. For `chunks`.
+        delimiters: tokens, as ids or as text. For `chunks`.
         layers: of how many last layers attention is read. For `conflict="attention"`.
         block_length: None: the whole canvas at once.
     """
@@ -153,7 +153,7 @@ def spans(
 
 
 def adablock(
-    delimiters: tuple[int, ...] = (198,),
+    delimiters: tuple[int | str, ...] = ("\n",),
     threshold: float = 0.9,
     block_length: int = 32,
     share: float = 0.25,
@@ -163,8 +163,7 @@ def adablock(
     the text; inside, `threshold`.
 
     Args:
-        delimiters: ids of the tokens that end a block, usually the line end's: the default is LLaDA's, other
-            tokenizers have another.
+        delimiters: tokens that end a block, as ids or as text, which needs the tokenizer.
         threshold: least probability inside a block.
         block_length: of a block without a delimiter.
         share: a delimiter is looked for in the next fraction of the answer.

@@ -26,6 +26,7 @@ from torch import Tensor
 from mdlm.attention_rows import slots
 from mdlm.passes import entropies
 from mdlm.samplers.conflicts import Conflict
+from mdlm.samplers.delimiters import Delimiters, ids_of
 from mdlm.samplers.select import Looking, at_least_one_of
 from mdlm.samplers.solvers import Greedy, Solver, matching
 from mdlm.samplers.state import Step
@@ -74,17 +75,17 @@ class Runs:
 
 @dataclass(frozen=True)
 class Delimited:
-    """Runs, cut after every predicted token of `token_ids` (commas, full stops, line ends)."""
+    """Runs, cut after every predicted token of `delimiters` (commas, full stops, line ends; see `delimiters.py`)."""
 
-    token_ids: tuple[int, ...]
+    delimiters: Delimiters
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            raise ValueError("no delimiters: give the ids of at least one token that ends a chunk")
+        if not self.delimiters:
+            raise ValueError("no delimiters: give at least one token that ends a chunk")
 
     def __call__(self, step: Step, members: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
         """See `UnitRule`."""
-        wanted = torch.tensor(self.token_ids, device=members.device)
+        wanted = torch.tensor(ids_of(self.delimiters, self), device=members.device)
         ends = step.dense(torch.isin(step.predicted, wanted), fill=False) & members
         return first_of_run(members) | (members & torch.nn.functional.pad(ends[:, :-1], (1, 0), value=False))
 

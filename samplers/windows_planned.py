@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from mdlm.samplers.delimiters import Delimiters, ids_of
 from mdlm.samplers.state import RowMemory, State, Step
 from mdlm.samplers.windows import leftmost
 
@@ -73,15 +74,15 @@ class AdaBlock(Planned):
     Raises ValueError for values out of range.
     """
 
-    delimiters: tuple[int, ...]
-    """Ids of the tokens that end a step of text, a line end first of all."""
+    delimiters: Delimiters
+    """The tokens that end a step of text, a line end first of all (`delimiters.py`)."""
     length: int = 32
     share: float = 0.25
     least: float = 0.3
 
     def __post_init__(self) -> None:
         if not self.delimiters:
-            raise ValueError("delimiters is empty; give the ids of the tokens that end a block, such as the line end's")
+            raise ValueError("delimiters is empty; give the tokens that end a block, such as the line end")
         if self.length < 1:
             raise ValueError(f"block_length is {self.length}; it must be 1 or more")
         for name, value in (("share", self.share), ("least", self.least)):
@@ -98,7 +99,7 @@ class AdaBlock(Planned):
     def ends(self, step: Step, start: Int64[Tensor, " batch"]) -> Int64[Tensor, " batch"]:
         """See `Planned`."""
         best, token = step.best
-        wanted = torch.tensor(self.delimiters, device=token.device)
+        wanted = torch.tensor(ids_of(self.delimiters, self), device=token.device)
         score = step.dense(best.masked_fill(~torch.isin(token, wanted), -torch.inf), fill=-torch.inf)
         position = torch.arange(score.shape[1], device=score.device)
         near = step.candidates & (position < (start + self._search(step.state))[:, None])

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import re
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from constrain_tools import (
+    EOS,
+    MASK,
+    PATTERNS,
+    STRATEGIES,
+    VOCAB,
+    accepted_strings,
+    automaton,
+    each_strategy,
+    matches,
+    random_model,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from mdlm.config import MDLMConfig
 from mdlm.denoiser import FunctionDenoiser
-from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers import Canvas, Generation, generate
-from mdlm.samplers.automaton import TokenAutomaton, byte_automaton, token_automaton, token_texts
+from mdlm.samplers.automaton import token_automaton
 from mdlm.samplers.constrain import Constraint
 from mdlm.samplers.draw import Draw
 from mdlm.samplers.driver import Run, row_keys
@@ -33,173 +39,6 @@ from mdlm.samplers.state import Step
 from mdlm.samplers.stop import EosStop
 from mdlm.samplers.strategy import Strategy
 from mdlm.samplers.windows import Blocks
-from mdlm.tokenization import train_bpe
-
-TEXTS: list[bytes | None] = [b"a", b"b", b"ab", b"1", b"\xc3", b"\xa9", None, None]
-EOS, MASK, VOCAB = 6, 7, 8
-PATTERNS = ["a*", "(ab|b)+1?", "(ab)*", "[ab]*1[ab]*", "é*a?b*", "(a|b|1){2,3}", "a.b|.", "(?s:.*)", "[^b]+"]
-STRATEGIES: list[tuple[str, dict[str, Any]]] = [
-    ("threshold", {"threshold": 0.3, "block_length": 2}),
-    ("threshold", {"threshold": 0.0, "block_length": None}),
-    ("confidence", {"k": 2}),
-    ("confidence", {"k": 1, "score": "entropy", "block_length": 3}),
-    ("llada", {"steps": 2}),
-    ("llada", {"steps": 2, "remasking": "random"}),
-    ("ancestral", {"steps": 3}),
-    ("first_hitting", {}),
-    ("first_hitting", {"block_length": 2}),
-]
-each_strategy = pytest.mark.parametrize(("name", "knobs"), STRATEGIES)
-
-
-def random_model(seed: int, scale: float = 1.5, dtype: torch.dtype = torch.float32) -> FunctionDenoiser:
-    """Logits that depend on the place and on all tokens to the left of it."""
-    vocab = VOCAB
-    weights = scale * torch.randn(3, vocab, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-    def logits(tokens: Tensor) -> Tensor:
-        here = torch.nn.functional.one_hot(tokens, vocab).to(dtype)
-        left = here.cumsum(dim=1).sin() @ weights[0]
-        place = torch.arange(tokens.shape[1]).to(dtype)[:, None]
-        return (
-            left
-            + torch.nn.functional.pad(here, (0, 0, 1, -1)) @ weights[1]
-            + (weights[2, 0] * (place + 1)).cos() * scale
-        )
-
-    return FunctionDenoiser(logits, vocab - 1, vocab, ragged_ok=True)
-
-
-def matches(pattern: str, tokens: list[int], ends: tuple[int, ...] = (EOS,)) -> bool:
-    """Whether an answer is accepted: what stands before its first end-of-sequence token, read as text, matches."""
-    text = b""
-    for token in tokens:
-        if token in ends:
-            break
-        piece = TEXTS[token]
-        if piece is None:
-            return False
-        text += piece
-    try:
-        decoded = text.decode()
-    except UnicodeDecodeError:
-        return False
-    return re.fullmatch(pattern, decoded) is not None
-
-
-def accepted_strings(pattern: str, fixed: list[int | None], ends: tuple[int, ...] = (EOS,)) -> list[tuple[int, ...]]:
-    """All strings with these tokens (None: any) that are accepted; never with the mask id."""
-    choices = [range(MASK) if token is None else [token] for token in fixed]
-    return [
-        string
-        for string in itertools.product(*choices)
-        if matches(pattern, list(string), ends) and (EOS in ends or EOS not in string)
-    ]
-
-
-def automaton(pattern: str, ends: tuple[int, ...] = (EOS,)) -> TokenAutomaton:
-    return token_automaton(pattern, TEXTS, ends)
-
-
-def accepts(machine: TokenAutomaton, tokens: list[int]) -> bool:
-    state = 0
-    for token in tokens:
-        state = int(machine.next_state[state, machine.token_class[token]])
-        if state == machine.states:
-            return False
-    return bool(machine.accepting[state])
-
-
-# The automaton
-
-
-@pytest.mark.parametrize("pattern", [*PATTERNS, "(?i:AB)*", "[^é]*", "[\u00e0-\u00ff]+", "1{0}a?"])
-@pytest.mark.parametrize("ends", [(EOS,), ()])
-def test_the_automaton_accepts_what_python_s_expressions_match(pattern: str, ends: tuple[int, ...]) -> None:
-    machine = automaton(pattern, ends)
-    for length in range(5):
-        wanted = set(accepted_strings(pattern, [None] * length, ends))
-        for string in itertools.product(range(VOCAB), repeat=length):
-            assert accepts(machine, list(string)) == (string in wanted), (string, pattern)
-
-
-def test_any_character_is_any_valid_utf_8_and_nothing_else() -> None:
-    table, accepting = byte_automaton("(?s:.)")
-    edges = [0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1, 0xEC, 0xED, 0xEE]
-    edges += [0xEF, 0xF0, 0xF1, 0xF3, 0xF4, 0xF5, 0xFF]
-    tails = [0x7F, 0x80, 0xBF, 0xC0]
-    for length in range(1, 5):
-        for code in itertools.product(*[edges, edges, tails, tails][:length]):
-            state = 0
-            for byte in code:
-                state = int(table[state, byte]) if state >= 0 else -1
-            try:
-                valid = len(bytes(code).decode()) == 1
-            except UnicodeDecodeError:
-                valid = False
-            assert (state >= 0 and bool(accepting[state])) == valid, bytes(code)
-
-
-def test_a_pattern_that_allows_everything_has_one_state() -> None:
-    ascii_only: list[bytes | None] = [b"a", b"\n", b"bc", None, None]
-    assert token_automaton("(?s:.*)", ascii_only, (3,)).states == 1
-    assert token_automaton("(a|[^a])*", ascii_only, ()).states == 1
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("(", "no regular expression"),
-        ("a**", "no regular expression"),
-        ("^a$", "anchors are left out"),
-        (r"(a)\1", "not supported"),
-        ("(?<=a)b", "not supported"),
-        ("(?=ab).*b", "not supported"),
-        ("xyz", "no sequence of the model's tokens"),
-        (r"\xff", "no sequence of the model's tokens"),
-    ],
-)
-def test_patterns_that_cannot_be_used_say_why(pattern: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        automaton(pattern)
-
-
-@pytest.mark.parametrize("ids", [{"eos_token_ids": (VOCAB,)}, {"banned": (-1,)}])
-def test_ids_that_do_not_exist_are_an_error(ids: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"do not exist; there are 0 \.\. 7"):
-        token_automaton("a*", TEXTS, **ids)
-
-
-def test_banned_ids_lead_nowhere_before_and_after_the_end() -> None:
-    machine = token_automaton("[ab]*", TEXTS, (EOS,), banned=(0,))
-    assert accepts(machine, [1, EOS, 3])
-    assert not accepts(machine, [0])
-    assert not accepts(machine, [1, EOS, 0])
-
-
-def test_the_bytes_of_byte_level_tokens_sum_to_the_text() -> None:
-    tokenizer = train_bpe(["naïve café, 東京 — and\n\ttabs  and spaces " * 4], 300)
-    texts = token_texts(tokenizer, 300)
-    for text in ["café 東京\n", "\x00\x7f ÿ🙂", " a  b"]:
-        assert b"".join(texts[i] or b"?" for i in tokenizer.encode(text)) == text.encode()
-    assert [texts[i] for i in tokenizer.all_special_ids] == [None] * 3
-
-
-def test_the_bytes_of_sentencepiece_tokens() -> None:
-    vocab = {"<unk>": 0, "▁a": 1, "b": 2, "<0xC3>": 3, "<0xA9>": 4, "▁": 5}
-    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    assert token_texts(tokenizer, 8) == [None, b" a", b"b", b"\xc3", b"\xa9", b" ", None, None]
-
-
-def test_a_tokenizer_that_puts_spaces_between_tokens_is_refused() -> None:
-    backend = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ValueError, match="depends on the one before"):
-        token_texts(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]"), 3)
-
 
 # The dynamic programme against brute force
 
@@ -492,45 +331,6 @@ def test_components_that_go_behind_the_constraint_s_back_are_refused(strategy: S
     strategy = dataclasses.replace(strategy, constraint=Constraint(automaton("a*")))
     with pytest.raises(ValueError, match=message):
         generate(random_model(0), None, [[1]], strategy=strategy, max_new_tokens=3)
-
-
-# Through `generate`, with text
-
-
-@pytest.mark.parametrize("eos", ["stop", "ban", "ignore"])
-def test_generate_with_a_regular_expression_writes_text_that_matches(tiny_config: MDLMConfig, eos: Any) -> None:
-    tokenizer = train_bpe(["dates like 2024-05-17 and 1999-12-31, names like Zoë " * 3], 290)
-    torch.manual_seed(0)
-    config = MDLMConfig(
-        **{
-            **tiny_config.to_dict(),
-            "vocab_size": 320,
-            "num_tokens": 290,
-            "mask_token_id": tokenizer.mask_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-    )
-    model = MDLMForMaskedLM(config).eval()
-    pattern = r"(\d{4}-\d\d-\d\d(, |;))*\d{4}-\d\d-\d\d( Zoë)?[.!]+"
-    for strategy in ("threshold", "llada", "first_hitting"):
-        out = generate(
-            model,
-            tokenizer,
-            ["today is ", "", "a longer prompt: "],
-            strategy=strategy,
-            max_new_tokens=24,
-            temperature=1.0,
-            regex=pattern,
-            eos=eos,
-        )
-        for text in out.text:
-            assert re.fullmatch(pattern, text), text
-
-
-def test_a_regular_expression_needs_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        generate(random_model(0), None, [[1]], regex="a*")
 
 
 def test_a_greedy_answer_is_the_most_probable_match_not_the_nearest_to_the_greedy_text() -> None:

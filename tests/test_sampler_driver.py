@@ -13,6 +13,7 @@ from sampler_tools import (
     denoiser_for,
     every_strategy,
     few_steps,
+    preset,
     ragged_canvas,
     same_rows,
     small_canvas,
@@ -22,7 +23,7 @@ from sampler_tools import (
 from mdlm.samplers.cache import NoCache
 from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.driver import Run, row_keys
-from mdlm.samplers.presets import PRESETS, build_strategy
+from mdlm.samplers.presets import PRESETS
 from mdlm.samplers.strategy import Strategy
 
 STRATEGIES = every_strategy()
@@ -38,7 +39,7 @@ def hot(strategy: Strategy, temperature: float = 1.0) -> Strategy:
 
 @each_preset
 def test_greedy_structure(name: str) -> None:
-    check_structure(hot(build_strategy(name), 0.0))
+    check_structure(hot(preset(name), 0.0))
 
 
 @each_strategy

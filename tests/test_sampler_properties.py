@@ -17,6 +17,7 @@ from sampler_tools import (
     HashDenoiser,
     every_strategy,
     few_steps,
+    preset,
     ragged_canvas,
     same_rows,
     small_canvas,
@@ -53,7 +54,7 @@ def takes(name: str, denoiser: FunctionDenoiser | HashDenoiser) -> bool:
     """Whether the preset asks for no capability that a plain function lacks."""
     canvas = Canvas.from_prompts([[]], 2)
     try:
-        Run(denoiser, canvas, build_strategy(name), row_keys(0, 1))
+        Run(denoiser, canvas, preset(name), row_keys(0, 1))
     except ValueError:
         return False
     return True
@@ -99,7 +100,7 @@ def test_nan_is_an_error_not_a_text(name: str) -> None:
     if not takes(name, denoiser):
         pytest.skip("needs a model")
     with pytest.raises(ValueError, match="NaN"):
-        unmask(denoiser, Canvas.from_prompts([[3]], 4), build_strategy(name))
+        unmask(denoiser, Canvas.from_prompts([[3]], 4), preset(name))
 
 
 @dataclasses.dataclass
@@ -266,7 +267,7 @@ def test_bfloat16_logits_give_the_order_and_tokens_of_float32() -> None:
         runs = []
         for dtype in (torch.float32, torch.bfloat16):
             denoiser = FunctionDenoiser(lambda tokens, d=dtype: table.to(d).expand(len(tokens), -1, -1), MASK, VOCAB)
-            strategy = build_strategy(name, **knobs)
+            strategy = preset(name, **knobs)
             strategy = dataclasses.replace(strategy, draw=dataclasses.replace(strategy.draw, temperature=1.0))
             runs.append(unmask(denoiser, Canvas.from_prompts([[]], 8), strategy, seed=5).row(0))
         same_rows(runs[0], runs[1])

@@ -159,7 +159,7 @@ def test_own_components_are_refused_where_ours_are(strategy: Strategy, options: 
     ids=["draws", "draws when sampling", "replaces", "ends"],
 )
 def test_a_constraint_refuses_what_goes_behind_its_back(strategy: Strategy, message: str) -> None:
-    from test_sampler_constrain import automaton
+    from constrain_tools import automaton
 
     with pytest.raises(ValueError, match=message):
         unmask(HashDenoiser(), ragged_canvas(), replace(strategy, constraint=Constraint(automaton("a*"))))

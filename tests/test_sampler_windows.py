@@ -10,7 +10,7 @@ import reference_spans as ref
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_tools import EOS, MASK, HashDenoiser, ragged_canvas, same_rows, tiny_model, unmask
+from sampler_tools import EOS, MASK, HashDenoiser, preset, ragged_canvas, same_rows, tiny_model, unmask
 
 from mdlm.samplers.cache_policies import DualCache, PrefixCache
 from mdlm.samplers.canvas import Canvas
@@ -265,7 +265,7 @@ def test_the_presets_reduce_to_threshold() -> None:
         ("swordsman", {"first_threshold": 0.7, "last_threshold": 0.7, "shortest_block": 8, "longest_block": 8}),
         ("fast_dllm_v2", {"threshold": 0.7, "block_length": 8, "part_length": 8}),
     ):
-        assert unmask(HashDenoiser(), canvas, build_strategy(name, **knobs)).rows() == plain, name
+        assert unmask(HashDenoiser(), canvas, preset(name, **knobs)).rows() == plain, name
     free = unmask(HashDenoiser(), canvas, build_strategy("threshold", threshold=0.7, block_length=None)).rows()
     assert unmask(HashDenoiser(), canvas, build_strategy("dcd", threshold=0.7, masks=99, length=99)).rows() == free
 
