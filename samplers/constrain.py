@@ -142,11 +142,9 @@ class Regex:
 def as_regex(regex: str | Regex, tokenizer: PreTrainedTokenizerBase | None) -> Regex:
     """The expression over this tokenizer. Raises ValueError without one, and for a `Regex` over another."""
     if isinstance(regex, Regex):
-        if tokenizer is not None and tokenizer is not regex.tokenizer:
-            if tokenizer.get_vocab() != regex.tokenizer.get_vocab():
-                raise ValueError(
-                    f"{regex} was made for another tokenizer; make one for this: Regex(pattern, tokenizer)"
-                )
+        own = regex.tokenizer
+        if tokenizer is not None and tokenizer is not own and tokenizer.get_vocab() != own.get_vocab():
+            raise ValueError(f"{regex} was made for another tokenizer; make one for this: Regex(pattern, tokenizer)")
         return regex
     if tokenizer is None:
         raise ValueError("a regular expression speaks of text, which needs a tokenizer; give one")
