@@ -214,6 +214,13 @@ def test_the_greedy_flag_is_what_one_token_at_a_time_decoding_writes() -> None:
         assert sum(nfe for _, nfe in found[len(right) :]) < sum(length * length for length in lengths)  # left early
 
 
+def test_greedy_decoding_begins_where_it_is_surest_not_on_the_left() -> None:
+    """P(second = 2) = 0.6 beats P(first = 1) = 0.55, and with it the first is 2; from the left both would be 1."""
+    denoiser = oracle({(1, 1): 0.4, (1, 2): 0.15, (2, 2): 0.45})
+    found = greedy_matches(denoiser, [Pair([], [2, 2], 0), Pair([], [1, 1], 1), Pair([], [1, 2], 2)])
+    assert found == [(True, 2), (False, 1), (False, 2)]
+
+
 def test_guidance_needs_the_estimator_that_has_it() -> None:
     with pytest.raises(ValueError, match="guidance"):
         score_pairs(crooked(), [Pair([1], [2], 0)], Likelihoods("nelbo"), guidance=0.5)
