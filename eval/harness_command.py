@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,6 +197,7 @@ def evaluate_tasks(options: TaskOptions, given: dict[str, Any]) -> dict[str, Any
         model.chat_template(True)
     selected, tasks = _select([manager.load([name]) for name in names])
     _set_fewshot(tasks, preset, options.num_fewshot)
+    _check_documents(tasks, options.limit, model.world_size)
     with contextlib.redirect_stdout(sys.stderr):  # the one line on stdout is ours
         results = simple_evaluate(
             model=model,
@@ -287,6 +289,19 @@ def _set_fewshot(tasks: Sequence[Any], preset: Preset | None, asked: int | None)
         number = preset.num_fewshot(task.task_name)
         if number is not None:
             task.set_config(key="num_fewshot", value=number)
+
+
+def _check_documents(tasks: Sequence[Any], limit: float | None, processes: int) -> None:
+    """Raises ValueError for a task without documents, or with fewer than processes: lm-eval cannot share them out."""
+    for task in tasks:
+        count = len(task.eval_docs)
+        if limit is not None:
+            count = min(count, math.ceil(count * limit) if limit < 1 else int(limit))
+        if count < processes:
+            raise ValueError(
+                f"the task {task.task_name!r} has {count} documents for {processes} "
+                f"process{'es: start at most as many' if processes > 1 else ': there is nothing to evaluate'}"
+            )
 
 
 def _leave_processes() -> None:

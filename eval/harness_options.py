@@ -23,7 +23,6 @@ from mdlm.samplers.arguments import conform, one_of
 from mdlm.samplers.generate import DEFAULT_STRATEGY, generate
 from mdlm.samplers.presets import PRESETS, build_strategy, unknown_strategy
 
-Estimator = Literal["count", "nelbo", "any_order"]
 DRAWS: dict[str, int] = {"count": 128, "nelbo": 128, "any_order": 8}
 """`mc_num` of each estimator where it is not given."""
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness_model as hm
@@ -20,7 +21,7 @@ from mdlm.adapter import AdapterConfig, adapter_weights, attach, base_hash, save
 from mdlm.chat import PLAIN_TEMPLATE
 from mdlm.eval import __main__ as command
 from mdlm.eval import harness
-from mdlm.eval.harness_command import find_tasks
+from mdlm.eval.harness_command import _check_documents, find_tasks
 from mdlm.eval.harness_jobs import Worker
 from mdlm.modeling import MDLMForMaskedLM
 
@@ -177,6 +178,16 @@ def test_bad_input_is_one_line_on_stderr(
     error = fails(capsys, checkpoint, *include, *given)
     assert error.startswith("mdlm eval tasks: ")
     assert re.search(message, error)
+
+
+def test_tasks_without_enough_documents_are_named() -> None:
+    task = SimpleNamespace(task_name="small", eval_docs=[1, 2, 3])
+    _check_documents([task], None, 3)
+    _check_documents([task], 0.4, 2)
+    with pytest.raises(ValueError, match="'small' has 2 documents for 3 processes: start at most"):
+        _check_documents([task], 2, 3)
+    with pytest.raises(ValueError, match="'empty' has 0 documents for 1 process: there is nothing"):
+        _check_documents([SimpleNamespace(task_name="empty", eval_docs=[])], None, 1)
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
