@@ -211,7 +211,7 @@ def overhead(
     for _ in range(rounds):
         for name in names:
             known = inspect.signature(PRESETS[name]).parameters
-            knobs = {"block_length": block} if "block_length" in known else {}
+            knobs: dict[str, Any] = {"block_length": block} if "block_length" in known else {}
             if "delimiters" in known and known["delimiters"].default:  # texts, and there is no tokenizer
                 knobs["delimiters"] = (MASK,)  # which is never predicted
             run = Run(ModelDenoiser(model), canvas, build_strategy(name, **knobs), row_keys(0, batch))

@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mdlm.samplers.revise import Revision, held
-from mdlm.samplers.select import at_least_one_of
+from mdlm.samplers.select import at_least_one_of, within
+from mdlm.samplers.select_adaptive import highest
 from mdlm.samplers.state import RowMemory, State, Step
 
 
@@ -76,8 +77,8 @@ class EditTokens:
         return Revision(replace=replace, tokens=other)
 
 
-Doubt = Callable[[Step, Int64[Tensor, " rows"]], Bool[Tensor, " rows"]]
-"""Which predictions cast doubt on the tokens that are written at their positions."""
+Doubt = Callable[[Step, Int64[Tensor, " rows"]], Float[Tensor, " rows"]]
+"""By how many nats the predictions cast doubt on the tokens that are written at their positions; 0 or less: none."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class Unlikely:
 
     threshold: float = 0.1
 
-    def __call__(self, step: Step, written: Int64[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+    def __call__(self, step: Step, written: Int64[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """See `Doubt`."""
-        return step.of(written) < log_of(self.threshold)
+        return log_of(self.threshold) - step.of(written) if self.threshold > 0 else torch.zeros_like(step.best[0])
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,10 @@ class Outvoted:
 
     threshold: float = 0.9
 
-    def __call__(self, step: Step, written: Int64[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+    def __call__(self, step: Step, written: Int64[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """See `Doubt`."""
         value, token = step.best
-        return (token != written) & (value > log_of(self.threshold))
+        return torch.where(token != written, value - log_of(self.threshold), 0.0)
 
 
 @dataclass(frozen=True)
@@ -109,25 +110,29 @@ class Behind:
 
     difference: float = 0.3
 
-    def __call__(self, step: Step, written: Int64[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
+    def __call__(self, step: Step, written: Int64[Tensor, " rows"]) -> Float[Tensor, " rows"]:
         """See `Doubt`."""
-        return self._gap(step, written) > self.difference
-
-    @staticmethod
-    def _gap(step: Step, written: Int64[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        return step.best[0] - step.of(written)
+        gap = step.best[0] - step.of(written)
+        return gap - self.difference if self.difference < math.inf else torch.zeros_like(gap)
 
 
 @dataclass(frozen=True)
 class MaskDoubtful:
-    """Mask the doubtful tokens again, each position at most `max_edits` times."""
+    """Mask the doubtful tokens again, each position at most `max_edits` times.
+
+    With `ratio` at most this share of the window's decided tokens in one step, rounded down, the most doubtful first
+    (equal ones from the left).
+    """
 
     doubt: Doubt = Unlikely()
     max_edits: int = 3
+    ratio: float | None = None
     reads_decided: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_one_of("max_edits", self.max_edits, 0)
+        if self.ratio is not None:
+            within("ratio", self.ratio, 0, 1)
 
     def pending(self, state: State) -> Bool[Tensor, " batch"]:
         """See `Reviser`: never."""
@@ -136,4 +141,10 @@ class MaskDoubtful:
     def __call__(self, step: Step, committed: Bool[Tensor, "batch seq"]) -> Revision:
         """See `Reviser`."""
         written = step.packed(step.state.tokens)  # at undecided positions without a meaning, and not judged
-        return Revision(remask=step.dense(self.doubt(step, written), fill=False) & held(step))
+        decided = held(step)
+        doubt = step.dense(self.doubt(step, written), fill=0.0)
+        remask = (doubt > 0) & decided & (step.state.edits < self.max_edits)
+        if self.ratio is not None:
+            most = (decided.sum(dim=-1).double() * self.ratio).floor().long()
+            remask = highest(torch.where(remask, doubt, -torch.inf), most)
+        return Revision(remask=remask)

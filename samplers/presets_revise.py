@@ -133,6 +133,7 @@ def t2m(
     tau_mask: float = 0.7,
     block_length: int | None = 32,
     max_edits: int = 3,
+    ratio: float | None = None,
 ) -> Strategy:
     """Threshold decoding that masks doubtful tokens again (2604.18738) instead of replacing them: the position is
     predicted anew beside others that are still open.
@@ -144,6 +145,7 @@ def t2m(
         tau_mask: commit every mask whose best token has at least this probability, and one in any case.
         block_length: None: the whole canvas at once.
         max_edits: how often a position may be masked again.
+        ratio: mask at most this share of a block's decided tokens in one step, the most doubtful; None: all of them.
     """
     rules: dict[str, Callable[[float], Doubt]] = {"low_prob": Unlikely, "other": Outvoted, "logit_diff": Behind}
     one_of("doubt", doubt, rules)
@@ -151,7 +153,7 @@ def t2m(
         raise ValueError(f"threshold is {threshold}; it must be 0 or more")
     rule = rules[doubt](DEFAULT_DOUBT[doubt] if threshold is None else threshold)
     return Strategy(
-        select=Threshold(tau_mask), window=window_of(block_length), revise=MaskDoubtful(rule, max_edits=max_edits)
+        select=Threshold(tau_mask), window=window_of(block_length), revise=MaskDoubtful(rule, max_edits, ratio)
     )
 
 
