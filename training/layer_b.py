@@ -66,7 +66,7 @@ def layer_b(
     source: str,
     output: str,
     length: int | None = None,
-    steps: int = 500,
+    steps: int = 900,
     batch: int = 64,
     width: int = 96,
     layers: int = 3,
