@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple, is_flash_attention_requested
 
+from mdlm.anneal import Annealing, annealed, check_annealing
 from mdlm.attention import (
     FlashPlan,
     document_ids,
@@ -155,6 +156,7 @@ class MDLMModel(MDLMPreTrainedModel):
         output_attentions: bool = False,
         kv: KeyValues | None = None,
         clean_ids: Int[Tensor, "batch seq"] | None = None,
+        annealing: Annealing | None = None,
     ) -> BaseModelOutput:
         """Hidden state of every token.
 
@@ -170,6 +172,7 @@ class MDLMModel(MDLMPreTrainedModel):
             clean_ids: what `input_ids` was before it was noised: each block then sees itself noised and the blocks
                 before it clean (`attention.visible_twice`); the other arguments describe both alike. For models with
                 `block_size`.
+            annealing: hide some of the later keys, while a causal model learns to look ahead (`anneal.py`).
 
         Returns:
             `last_hidden_state [batch, seq, width]`; with `clean_ids` `[batch, 2 seq, width]`, noised tokens first.
@@ -179,7 +182,7 @@ class MDLMModel(MDLMPreTrainedModel):
             ValueError: shapes that do not fit each other, a sequence longer than `max_position_embeddings`, ids outside
                 the embedding (checked on the CPU; an accelerator would have to wait for it), `block_size` under flash
                 attention, `output_attentions` of another implementation than `eager`, what `check_feed` refuses,
-                `clean_ids` of a model without blocks or beside `kv`.
+                `clean_ids` of a model without blocks or beside `kv`, what `check_annealing` refuses.
         """
         config = self.config
         uses_flash = is_flash_attention_requested(config)
@@ -211,6 +214,10 @@ class MDLMModel(MDLMPreTrainedModel):
             mask = flex_block_mask(positions.expand_as(input_ids), documents, config.block_size)
         else:
             mask = visible(positions, document_ids(real, position_ids), config.block_size)
+        if annealing is not None:
+            check_annealing(config, feeds_parts=kv is not None)
+            assert mask is None or isinstance(mask, Tensor), "checked"
+            mask = annealed(mask, positions, annealing)
         hidden = self.embed(input_ids, positions)
         batch, seq, width = hidden.shape
         if flash is not None:
@@ -277,13 +284,14 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
         output_attentions: bool = False,
         kv: KeyValues | None = None,
         clean_ids: Int[Tensor, "batch seq"] | None = None,
+        annealing: Annealing | None = None,
         scored: Scored | None = None,
     ) -> MaskedLMOutput | ScoredOutput:
         """Raw logits of every token, or of the tokens asked for, or their loss.
 
         Args:
-            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions, kv, clean_ids: as in
-                `MDLMModel`. With `clean_ids` the logits are those of the noised tokens.
+            input_ids, attention_mask, position_ids, output_hidden_states, output_attentions, kv, clean_ids, annealing:
+                as in `MDLMModel`. With `clean_ids` the logits are those of the noised tokens.
             logits_at: compute the head on these positions only. Changes nothing but time and memory.
             scored: return the loss of the positions of `logits_at` (`head_loss.py`) instead of their logits.
 
@@ -316,6 +324,7 @@ class MDLMForMaskedLM(MDLMPreTrainedModel):
             output_attentions=output_attentions,
             kv=kv,
             clean_ids=clean_ids,
+            annealing=annealing,
             return_dict=True,
         )
         hidden = out.last_hidden_state

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 
+from mdlm.anneal import Annealing, annealing_at
 from mdlm.block import units_of
 from mdlm.corrupt import lone_mask_importance, mask_count, mask_tokens
 from mdlm.head_loss import Scored
@@ -86,13 +87,15 @@ class NoisedBatch:
     maskable_count: Int[Tensor, "batch"]
     normaliser: Normaliser
     """What `Objective.denominator` counts: maskable tokens, masked tokens, rows with any maskable token, or weights."""
+    annealing: Annealing | None = None
+    """What each token sees behind it, while a causal model learns to look there."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> NoisedBatch:
         """The same batch with every tensor on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in fields(self)
-            if isinstance(value := self.__dict__[field.name], Tensor)
+            if isinstance(value := self.__dict__[field.name], (Tensor, Annealing))
         }
         return replace(self, **moved)
 
@@ -155,6 +158,10 @@ class ObjectiveConfig:
     (0, u_max], u_max grows linearly from `warmup_start` to t_max, and the loss is the plain mean over the masked tokens
     of the global batch, whatever `weighting` and `reduction` say for later."""
     warmup_start: float = 1e-3
+    anneal_steps: int = 0
+    """Attention-mask annealing of a model that was causal (DiffuLLaMA, arXiv 2410.17891): in step s (from 0) a later
+    token is visible with probability min(1, (s + 1) / anneal_steps); 0: all are from the start. The validation sees
+    everything from the start."""
 
     def __post_init__(self) -> None:
         make_schedule(self.schedule, self.schedule_power)
@@ -200,8 +207,9 @@ class ObjectiveConfig:
                 "block_clip has its own noise and weight: it needs masking 'independent', weighting 'nelbo' and "
                 f"schedule 'linear'; got {self.masking!r}, {self.weighting!r}, {self.schedule!r}"
             )
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        for name in ("warmup_steps", "anneal_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0.0 < self.warmup_start <= 1.0:
             raise ValueError(f"warmup_start is a time in (0, 1], got {self.warmup_start}")
         if self.warmup_steps and self.warmup_start > self.t_max:
@@ -360,6 +368,7 @@ class Objective(ObjectiveConfig):
             times=t,
             maskable_count=maskable_count,
             normaliser=normaliser,
+            annealing=annealing_at(step, self.anneal_steps, self.seed, batch.rows),
         )
 
     def denominator(self, noised: NoisedBatch) -> Float64[Tensor, ""]:
@@ -380,7 +389,8 @@ class Objective(ObjectiveConfig):
 
         `model(input_ids=, attention_mask=, position_ids=, logits_at=).logits` must be the raw logits
         [rows, vocab] of the positions asked for in row-major order. float32 or better, whatever their precision.
-        In block diffusion `clean_ids=` is passed as well, and with `fused_head` `scored=`, which returns the loss.
+        In block diffusion `clean_ids=` is passed as well, while attention is annealed `annealing=`, and with
+        `fused_head` `scored=`, which returns the loss.
         """
         at, nll, loss = self._evaluate(model, noised)
         return LossTerms(
@@ -401,6 +411,8 @@ class Objective(ObjectiveConfig):
         at = _filled(noised.masked)
         targets = noised.targets[at]
         more: dict[str, Any] = {} if self.block_size is None else {"clean_ids": noised.targets}
+        if noised.annealing is not None:
+            more["annealing"] = noised.annealing
         if self.fused_head:
             more["scored"] = Scored(targets, noised.weight[at], self.mask_token_id, self.num_tokens)
         out = model(

@@ -22,7 +22,7 @@ from mdlm.training.metrics import JsonLines, Metrics
 RECIPES = sorted(
     path
     for path in Path(str(files("mdlm.training.recipes"))).glob("*.yaml")
-    if not path.stem.startswith("sft")  # these need a model and examples: tests/test_sft.py, tests/test_lora.py
+    if not path.stem.startswith(("sft", "adapt"))  # these need a model: tests/test_sft.py, test_lora.py, test_adapt.py
 )
 
 

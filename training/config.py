@@ -31,13 +31,18 @@ def _require(condition: bool, flag: str, value: object, allowed: str) -> None:
         raise ValueError(f"--{flag} is {value!r}; it must be {allowed}")
 
 
+_OF_A_FOLDER = ("shift_logits", "add_mask_token", "mask_token_id")
+"""Options of `ModelConfig` that say what a public folder leaves open."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model: a new one by its sizes, or the weights, config and tokenizer of a folder (`init_from`)."""
 
     init_from: str | None = None
     """Folder to start from: a checkpoint or run of ours, or a public model (LLaDA, Dream, ...); the sizes below then
-    come from it and must not be given. A causal model is made into one with `mdlm convert` first."""
+    come from it and must not be given. Or a causal model (Llama, Qwen, GPT-2), with `add_mask_token` or
+    `mask_token_id`."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 6
@@ -71,8 +76,13 @@ class ModelConfig:
     block_size: int | None = None
     """Block diffusion: attention is full inside blocks of this many positions and causal between them, and each block
     is noised under its clean past; null: bidirectional, or with `init_from` what the folder says."""
-    shift_logits: bool = False
-    """The row for position i is computed at position i - 1, as in models converted from causal ones."""
+    shift_logits: bool | None = None
+    """The row for position i is computed at position i - 1, as in models that come from causal ones; null: no, or with
+    `init_from` what the folder says (causal models: yes)."""
+    add_mask_token: bool = False
+    """With `init_from` of a causal model: add a token `<|mask|>`, whose rows are the mean of the others."""
+    mask_token_id: int | None = None
+    """With `init_from` of a public model that does not name it: the mask, a special token of its tokenizer."""
     attn_implementation: str = "sdpa"
     """How attention is computed: sdpa, eager, flash_attention_2, flash_attention_3 or flex_attention."""
     gradient_checkpointing: bool = False
@@ -81,7 +91,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises ValueError if sizes are given beside `init_from`. Sizes themselves are checked by `MDLMConfig`."""
         if self.init_from is not None:
-            free = {"init_from", "attn_implementation", "gradient_checkpointing", "block_size"}
+            free = {"init_from", "attn_implementation", "gradient_checkpointing", "block_size", *_OF_A_FOLDER}
             given = [
                 f.name for f in dataclasses.fields(self) if f.name not in free and getattr(self, f.name) != f.default
             ]
@@ -90,11 +100,18 @@ class ModelConfig:
                     f"--model.init_from takes the architecture from {self.init_from}; "
                     f"remove {', '.join(f'--model.{name}' for name in given)}"
                 )
+        elif self.add_mask_token or self.mask_token_id is not None:
+            raise ValueError(
+                "--model.add_mask_token and --model.mask_token_id are for a model of --model.init_from; the tokenizer "
+                "of a new one has a mask token"
+            )
 
     def architecture(self) -> dict[str, Any]:
         """The fields that `MDLMConfig` takes (of a model made from sizes)."""
         apart = {"init_from", "attn_implementation", "gradient_checkpointing", "max_position_embeddings"}
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        apart |= {"add_mask_token", "mask_token_id"}
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        return {**sizes, "shift_logits": bool(self.shift_logits)}
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from mdlm.flops import matmul_peak, train_flops_per_token
 from mdlm.objective import NoisedBatch
 from mdlm.rng import hash_counters
 from mdlm.training.config import TrainConfig, as_dict
+from mdlm.training.initial import COMPUTE
 from mdlm.training.metrics import Metrics
 from mdlm.training.noise_range import check_search, search_is_due, search_range
 from mdlm.training.optim import set_learning_rate
-from mdlm.training.setup import COMPUTE, Run, build_objective, clear_output, set_up, shared_facts
+from mdlm.training.setup import Run, build_objective, clear_output, set_up, shared_facts
 from mdlm.training.snapshot import load, open_stream, save, undone
 from mdlm.training.watch import check_preview, preview, validate
 

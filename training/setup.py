@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,34 +21,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mdlm import checkpoint as ck
-from mdlm.adapter import attach, freeze, has_adapter
 from mdlm.chat import chat_tokenizer
-from mdlm.config import MDLMConfig
-from mdlm.convert import is_public, open_checkpoint
-from mdlm.data import BatchStream, Data, open_data, training_texts
+from mdlm.data import BatchStream, Data, open_data
 from mdlm.head_loss import fuses
-from mdlm.load import check_finite, model_folder
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import Objective
-from mdlm.tokenization import (
-    check_vocab,
-    load_tokenizer,
-    num_tokens,
-    open_tokenizer,
-    padded_vocab_size,
-    prepare_tokenizer,
-)
 from mdlm.training import zero
 from mdlm.training.config import TrainConfig, as_dict
 from mdlm.training.drift import SpectralDrift
 from mdlm.training.ema import EMA
+from mdlm.training.initial import make_model, make_tokenizer
 from mdlm.training.islands import Outer, make_outer
 from mdlm.training.links import Links, connect
 from mdlm.training.team import Team
 from mdlm.training.wrap import prepare, start_accelerator
-
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""`train.precision` -> the type that products are made in."""
 
 
 class StatePart(Protocol):
@@ -199,91 +184,6 @@ def clear_output(run: Run) -> None:
     run.team.barrier()
 
 
-def make_tokenizer(config: TrainConfig, resume: Path | None, team: Team) -> PreTrainedTokenizerBase:
-    """The tokenizer configured; else the checkpoint's or that of `init_from`; else one that the main process trains."""
-    if config.tokenizer.path is not None:
-        return load_tokenizer(config.tokenizer.path)
-    source = initial_folder(config) if resume is None else resume
-    if source is not None:
-        return load_tokenizer(source) if not _is_public(source) else _public_tokenizer(source)
-    data = dataclasses.replace(config.data, seed=config.seed)
-    trained = open_tokenizer(config.tokenizer, lambda: training_texts(data)) if team.is_main else None
-    shared: PreTrainedTokenizerBase = team.share(trained)
-    return shared
-
-
-def initial_folder(config: TrainConfig) -> str | None:
-    """What `init_from` means: the folder, of a run its newest checkpoint; None without it."""
-    source = config.model.init_from
-    return str(model_folder(source)) if source is not None and Path(source).is_dir() else source
-
-
-def _is_public(source: str | Path) -> bool:
-    return (Path(source) / "config.json").is_file() and is_public(Path(source))
-
-
-def _public_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    opened = open_checkpoint(source).tokenizer
-    if opened is None:
-        raise ValueError(f"--model.init_from {source}: the folder holds no tokenizer")
-    return prepare_tokenizer(opened.tokenizer)
-
-
-def _stored_model(config: TrainConfig, source: str | Path) -> MDLMForMaskedLM:
-    """The model in a folder, ours or public, in float32; as stored, if it is to be quantised.
-
-    Raises ValueError for weights that are not finite.
-    """
-    attention = config.model.attn_implementation
-    if has_adapter(Path(source)):
-        raise ValueError(f"--model.init_from {source} holds an adapter, not a model: make one of it with `mdlm merge`")
-    dtype: torch.dtype | str = torch.float32 if config.lora.quantize is None else "auto"
-    model = MDLMForMaskedLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
-    check_finite(model, source)
-    return model.train()
-
-
-def make_model(
-    config: TrainConfig, resume: Path | None, tokenizer: PreTrainedTokenizerBase
-) -> tuple[MDLMForMaskedLM, str | None]:
-    """The model with its initial weights, the same on every process, and the hash of what its adapter (if any) is
-    beside. Raises ValueError where sizes do not fit."""
-    torch.manual_seed(config.seed)
-    options = config.model
-    initial = initial_folder(config)
-    if initial is not None:
-        model = _stored_model(config, initial if resume is None or config.lora.r is not None else resume)
-        if options.block_size is not None:
-            model.config.block_size = options.block_size
-    else:
-        sizes = MDLMConfig(
-            vocab_size=padded_vocab_size(tokenizer),
-            num_tokens=num_tokens(tokenizer),
-            max_position_embeddings=options.max_position_embeddings or config.data.seq_len,
-            mask_token_id=tokenizer.mask_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            **options.architecture(),
-        )
-        model = MDLMForMaskedLM._from_config(sizes, attn_implementation=options.attn_implementation)
-    if config.data.seq_len > model.config.max_position_embeddings:
-        raise ValueError(
-            f"--data.seq_len {config.data.seq_len} is longer than the model's max_position_embeddings "
-            f"({model.config.max_position_embeddings}); lower it"
-        )
-    check_vocab(tokenizer, model.config)
-    if model.config.mask_token_id is None:
-        raise ValueError(f"--model.init_from {options.init_from}: its config.json has no mask_token_id; set it there")
-    base = None if config.lora.r is None else attach(model, config.lora, COMPUTE[config.train.precision])
-    freeze(model, config.train.freeze)
-    if options.gradient_checkpointing:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the new name of the method is younger than transformers 5
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, base
-
-
 def fingerprint(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> dict[str, Any]:
     """What a resumed run must share with the one it continues, or its steps would not be the same steps.
 
@@ -374,4 +274,5 @@ def set_up(config: TrainConfig) -> Run:
         sharded = accelerator.distributed_type == DistributedType.FSDP
         run.outer = make_outer(core, model, run.raw_optimizer, config.outer, links, sharded)
         run.parts.append(run.outer)
+        run.outer.attach(run)
     return run

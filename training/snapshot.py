@@ -23,7 +23,8 @@ from mdlm.config import MDLMConfig
 from mdlm.data import BatchStream, merge_states
 from mdlm.training.config import as_dict
 from mdlm.training.ema import EMA
-from mdlm.training.setup import Run, build_objective, fingerprint, initial_folder
+from mdlm.training.initial import initial_folder
+from mdlm.training.setup import Run, build_objective, fingerprint
 from mdlm.training.state import (
     check_same_shapes,
     gather_all,
