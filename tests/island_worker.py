@@ -9,6 +9,7 @@ into `report-folder/<process>.jsonl`.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -102,6 +103,7 @@ def one_run(number: int, plan: dict[str, Any], island: int) -> dict[str, Any]:
     finally:
         loop.optimizer_step, Islands.after_step = original_step, original_after  # type: ignore[method-assign]
         wrap.build_optimizer = original_build
+        gc.collect()  # what is left of a run that failed hangs up, as at the end of a process
     return report
 
 

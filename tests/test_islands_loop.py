@@ -309,13 +309,17 @@ def test_the_time_out_follows_the_measured_rounds(monkeypatch: pytest.MonkeyPatc
 
 def test_an_island_that_is_ahead_keeps_what_the_others_can_resume_from() -> None:
     """Checkpoints every 2 of rounds of 10, one kept: one that lags in round 2 may only have those of round 1."""
-    links = Links(0, 1, Team(0, 1, torch.device("cpu")))
-    outer = Islands(Toy(), OuterConfig(every=10), links, sharded=False)
-    outer._known = 0  # as with other islands
-    known = []
-    for step in range(1, 22):
-        outer.after_step(step, 1, False, False)
-        known.append(outer.common_step())
+
+    def work(links: Links) -> list[int | None]:
+        outer = Islands(Toy(), OuterConfig(every=10, islands=2), links, sharded=False)
+        known = []
+        for step in range(1, 22):
+            outer.after_step(step, 1, False, False)
+            known.append(outer.common_step())
+        outer.close()
+        return known
+
+    known, _ = two_islands(work)
     assert known[8] == 0, "nobody has been heard of before the first exchange"
     assert known[9:19] == [10] * 10
     assert known[19] == 20
@@ -367,3 +371,21 @@ def test_the_documentation_has_a_row_for_every_preset() -> None:
         if preset.engine in ("islands", "syncer"):
             assert rows[name][5].split(",")[0].strip() == f"{preset.lr:g}", name
             assert preset.optimizer == "sgd" or rows[name][5].split(",")[1].strip() == f"{preset.momentum:g}", name
+
+
+def test_the_dense_phase_is_plain_training_and_publishes_the_weights(texts: Path, tmp_path: Path) -> None:
+    """Until `start_step` the anchors are the initial weights, which nobody wants to see or save."""
+    options = {"validation__every": 2, "checkpoint__every": 3, "checkpoint__keep_last": 9, "train__ema": 0.9}
+    plain = run(texts, tmp_path / "plain", **options).parent
+    outer = run(
+        texts, tmp_path / "outer", outer__preset="diloco", outer__every=3, outer__start_step=5, **options
+    ).parent
+    one, two = ([r["nats_per_token"] for r in records(folder, "validation")] for folder in (plain, outer))
+    assert one[:2] == two[:2]
+    assert one[3] != two[3]
+    one_tensors, two_tensors = (tensors(folder / "checkpoint-3") for folder in (plain, outer))
+    for name in one_tensors:
+        assert torch.equal(one_tensors[name], two_tensors[name]), name
+    again = run(texts, tmp_path / "again", outer__preset="diloco", outer__every=3, outer__start_step=5,
+                resume=outer / "checkpoint-3", **options)  # fmt: skip
+    assert_same(outer / "checkpoint-8", again)

@@ -13,7 +13,7 @@ otherwise), after the model was wrapped (it sees shards) and before a checkpoint
     outer.close()
 
 **How another engine plugs in.** Either with an `Exchange` of its own (`exchange.py`: how a pseudo-gradient becomes the
-merged one), made in `make_exchange`; or as another class with the methods of `Outer`, chosen in `make_outer`.
+merged one), made in `joined.py`; or as another class with the methods of `Outer`, chosen in `make_outer`.
 
 Islands meet only in `make_outer`'s caller `verify` (once), in dense steps, in exchanges, and where anchors differ by
 design (NoLoCo, eager) to publish their mean. A stop signal travels beside an exchange and is obeyed by all islands at
@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,15 +36,11 @@ from torch import Tensor, nn
 
 from mdlm.training import packed
 from mdlm.training.ema import EMA
-from mdlm.training.exchange import Exchange, Merged, Message
 from mdlm.training.fragments import gather, local, scatter
-from mdlm.training.links import Links, minimum_in, total_in
+from mdlm.training.joined import Joined, make_exchange
+from mdlm.training.links import Links
 from mdlm.training.outer import Landed, OuterStep
 from mdlm.training.outer_config import OuterConfig
-from mdlm.training.packets import parse_address
-from mdlm.training.routes import Inside, exchange
-from mdlm.training.served import Served
-from mdlm.training.team import Team
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,9 @@ class Outer(Protocol):
     def forget(self) -> None:
         """The steps so far were a probe: as before the first, with the parameters as they are."""
 
+    def attach(self, run: Any) -> None:
+        """The run (`setup.Run`) that the engine belongs to."""
+
     def verify(self, facts: Mapping[str, Any]) -> None:
         """Raises ValueError unless all islands start from the same weights and `facts`."""
 
@@ -129,93 +128,13 @@ def make_outer(
         return Gradients(core, model, config, links)
     if config.engine == "primal":
         return Primal(core, optimizer, config, links)
+    if config.engine == "torchft":
+        from mdlm.training.elastic import Elastic
+
+        if sharded:
+            raise ValueError("--outer.engine torchft takes islands of one process, which have no shards")
+        return Elastic(core, config, links)
     return Islands(core, config, links, sharded)
-
-
-def make_exchange(config: OuterConfig, links: Links, sharded: bool) -> Exchange | None:
-    """How this process exchanges; None: one island. Of equal replicas within an island only the main one does."""
-    team, inside = links.team, None
-    if config.engine == "syncer":
-        if sharded or config.rendezvous is None:
-            raise ValueError("--outer.engine syncer needs --outer.rendezvous host:port (of a python -m "
-                             "mdlm.training.server), and DDP within an island: it takes no shards")  # fmt: skip
-        address = parse_address(config.rendezvous, "outer.rendezvous")
-        patience = 600.0 if config.timeout is None else config.timeout
-        served = Served(config, address, links.island, links.islands, patience) if team.is_main else None
-        return Joined(served, links.islands, team, sharded=False)
-    if links.wide is None:
-        return None
-    if sharded and links.inside is not None:
-        inside = Inside(minimum_in(links.inside), total_in(links.inside))
-    real = exchange(config, links.wide, inside) if sharded or team.is_main else None
-    return Joined(real, links.islands, team, sharded)
-
-
-class Joined:
-    """The exchange of an island of several processes: all of them take up a result, or none.
-
-    Shards are exchanged by every process with its peers; replicas by the main process, which hands the result on.
-    """
-
-    def __init__(self, real: Any, islands: int, team: Team, sharded: bool) -> None:
-        self.real, self.islands, self.team, self.sharded = real, islands, team, sharded
-
-    def start(self, message: Message) -> Callable[[], Merged]:
-        """Begins the exchange."""
-        wait = None if self.real is None else self.real.start(message)
-        return lambda: self._wait(message, wait)
-
-    def _wait(self, message: Message, wait: Callable[[], Merged] | None) -> Merged:
-        merged: Merged | None = None
-        problem: Exception | None = None
-        try:
-            merged = None if wait is None else wait()
-        except Exception as error:  # noqa: BLE001 - raised below, on every process of the island
-            problem = error
-        failed = torch.tensor(float(problem is not None), device=self.team.device)
-        if self.team.all_reduce(failed, largest=True).item():
-            raise problem or RuntimeError("the exchange of another process of this island failed")
-        if self.sharded or self.team.size == 1:
-            assert merged is not None
-            return merged
-        rest = self.team.share(None if merged is None else replace(merged, delta=torch.empty(0)))
-        delta = torch.empty_like(message.delta) if merged is None else merged.delta
-        return replace(rest, delta=self.team.copy_from(delta))
-
-    def join(self, outer: OuterStep) -> None:
-        """Makes the island known to its syncer, and goes on from the syncer's anchors if it has others."""
-        problem: Exception | None = None
-        anchors: list[Tensor] | None = None
-        if self.real is not None:
-            try:
-                anchors = self.real.join(outer.fragments, outer.anchors)
-            except Exception as error:  # noqa: BLE001 - raised below, on every process of the island
-                problem = error
-        anchors, failed = self.team.share((anchors, None if problem is None else str(problem)))
-        if failed is not None:
-            raise ValueError(failed) from problem
-        if anchors is not None:
-            outer.adopt(anchors)
-
-    def rewind(self) -> None:
-        """See `Exchange`."""
-        if self.real is not None:
-            self.real.rewind()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        if self.real is not None:
-            self.real.rewind()
-            self.real.close()
-
-    def state_dict(self) -> dict[Any, Any]:
-        """See `Exchange`; replicas other than the main one remember nothing."""
-        return {} if self.real is None else self.real.state_dict()
-
-    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
-        """See `Exchange`."""
-        if self.real is not None:
-            self.real.load_state_dict(state)
 
 
 class Islands:
@@ -227,7 +146,7 @@ class Islands:
         self.exchange = make_exchange(config, links, sharded)
         self.outer = OuterStep(core, config, self.exchange)
         self.differ = links.islands > 1 and (config.merge.rule == "pairs" or config.overlap == "eager")
-        self._asked: list[tuple[int, Future[list[Any]]]] = []
+        self._asked: list[tuple[int, int, Future[list[Any]]]] = []
         self._moved_at = 0
         self._known: int | None = None if links.control is None else 0
         self._bytes = 0
@@ -236,17 +155,19 @@ class Islands:
 
     def dense(self, step: int) -> bool:
         """See `Outer`."""
-        return self.links.islands > 1 and self.outer.schedule.dense(step)
+        return self.outer.schedule.dense(step)
 
     def total(self, numbers: Tensor) -> Tensor:
         """See `Outer`."""
-        assert self.links.wide is not None
+        if self.links.wide is None:
+            return numbers
         return self.links.wide.sum_(numbers.cpu().clone()).to(numbers.device)
 
     @torch.no_grad()
     def share_gradients(self) -> None:
         """See `Outer`. Replicas reduce a part each, and hand it on within the island."""
-        assert self.links.wide is not None
+        if self.links.wide is None:
+            return
         team = self.links.team
         grads = [local(p.grad) for p in self.outer.parameters.values() if p.grad is not None]
         flat = torch.cat([g.detach().reshape(-1).to("cpu", torch.float32) for g in grads])
@@ -266,35 +187,39 @@ class Islands:
         """See `Outer`."""
         self.outer.launch(step, tokens)
         if self.dense(step - 1):
-            self._known = step - 1
+            self._hear(step - 1)
             return Moment(stop=stop)
         if self.outer.schedule.starts(step):
             self._renew_patience()
             if self.links.control is not None:
                 lag = 2 * self.config.every if self.config.merge.rule == "pairs" else self.config.landing
-                self._asked.append((step + lag, self.links.control.ask(stop)))
+                self._asked.append((step, lag, self.links.control.ask(stop)))
         landed = self.outer.land(step)
         if last:
             landed += self.outer.finish(step)
         agreed = stop and self.links.control is None
-        while self._asked and self._asked[0][0] <= step:
-            agreed = agreed or any(self._asked.pop(0)[1].result())
+        while self._asked and sum(self._asked[0][:2]) <= step:
+            begun, _, answers = self._asked.pop(0)
+            agreed = any(answers.result()) or agreed
+            self._hear(begun)
         moved = 0
         if landed:
-            self._known = max((step - one.staleness for one in landed), default=0) if self._known is not None else None
             moved, self._moved_at = step - max(self._moved_at, self.outer.schedule.start_step), step
         return Moment([self._record(one) for one in landed], self._left_out(landed), agreed, moved)
 
     @contextmanager
     def published(self, ema: EMA | None) -> Iterator[None]:
-        """See `Outer`: the average if there is one, else the anchors; of NoLoCo and eager, the islands' mean."""
-        with self.outer.averaged() if ema is None else ema.swapped_in(self.outer.model):
-            if self.differ:
+        """See `Outer`: the average if there is one, else the anchors (in the dense phase the weights themselves, which
+        all islands share); of NoLoCo and eager, the islands' mean."""
+        apart = not self.outer.dense_now
+        own = self.outer.averaged() if apart else nullcontext()
+        with own if ema is None else ema.swapped_in(self.outer.model):
+            if self.differ and apart:
                 self._take_mean()
             yield
 
     def common_step(self) -> int | None:
-        """See `Outer`: an island that took part in an exchange has saved what it saves before that."""
+        """See `Outer`: an island that answered at a step has saved whatever it saves before that."""
         return self._known
 
     def largest(self, value: float) -> float:
@@ -343,7 +268,7 @@ class Islands:
         wrong = [f"{key} {state[key]} (here {value})" for key, value in own.items() if state[key] != value]
         if wrong:
             raise ValueError(f"--resume: {path} belongs to {', '.join(wrong)}")
-        self.outer.load_state_dict(state["outer"], config.new_islands or config.engine == "syncer")
+        self.outer.load_state_dict(state["outer"], config.new_islands or config.engine != "islands")
         self._moved_at, self._known, self._bytes = state["moved_at"], state["known"], state["bytes"]
         self._resumed = True
         if config.new_islands:
@@ -353,6 +278,9 @@ class Islands:
         """See `Outer`: a probe makes no outer step."""
         self._bytes = 0
 
+    def attach(self, run: Any) -> None:
+        """See `Outer`: what it needs it has."""
+
     def close(self) -> None:
         """See `Outer`."""
         if isinstance(self.exchange, Joined):
@@ -361,6 +289,11 @@ class Islands:
             self.links.wide.close()
         if self.links.control is not None:
             self.links.control.close()
+
+    def _hear(self, step: int) -> None:
+        """All islands have come to `step`."""
+        if self._known is not None:
+            self._known = step
 
     def _state(self) -> dict[str, Any]:
         team = self.links.team

@@ -85,8 +85,12 @@ class Gloo:
         with _naming_the_loss(self.patience):
             work = [self.group.recv([buffer], j, self.messages) for j, buffer in came.items()]
             work += [self.group.send([wire.contiguous()], j, self.messages) for j, wire in sends.items()]
-            for w in work:
-                w.wait(limit)
+            try:
+                while work:
+                    work[0].wait(limit)
+                    work.pop(0)
+            finally:
+                work.clear()  # what is kept of an error must not keep the connections open
         return came
 
 
@@ -175,7 +179,7 @@ def connect(config: OuterConfig, accelerator: Accelerator) -> Links:
     Raises ValueError where options and launch contradict each other, `IslandLost` if islands do not come.
     """
     patience = Patience(config.timeout or FIRST_PATIENCE)
-    if config.engine == "syncer":  # through which alone islands hear of each other
+    if config.engine in ("syncer", "torchft"):  # through which alone islands hear of each other
         return Links(config.island or 0, config.islands, Team.of(accelerator), patience=patience)
     if config.rendezvous is not None:
         return _by_rendezvous(config, accelerator, patience)

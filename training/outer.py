@@ -170,6 +170,11 @@ class OuterStep:
         for _, _, flight in sorted(flights, key=lambda item: item[:2]):
             flight.wait = self.exchange.start(flight.message)
 
+    @property
+    def dense_now(self) -> bool:
+        """Whether the dense phase lasts: the anchors mean nothing yet."""
+        return self.schedule.dense(self._last or 0)
+
     def reanchor(self) -> None:
         """Takes the parameters as they are as the anchors: the end of the dense phase."""
         for anchor, fragment in zip(self.anchors, self.fragments):
@@ -183,6 +188,21 @@ class OuterStep:
             scatter(fragment, own, self.parameters)
         self._flights = [[] for _ in self.fragments]
         self._tokens, self._steps = [0] * len(self.fragments), [0] * len(self.fragments)
+
+    def continue_from(self, anchors: Sequence[Tensor], rounds: Sequence[int], last: int | None) -> None:
+        """`adopt` for an island that takes over where another stands: its rounds, and its last step."""
+        self.adopt(anchors)
+        self._rounds, self._last = list(rounds), last
+
+    def bystander(self, fragment: int, number: int) -> Message:
+        """What an island that joins in mid-exchange sends: nothing, with weight 0."""
+        nothing = torch.zeros_like(self.anchors[fragment])
+        return Message(fragment, number, self.fragments[fragment], nothing, self.anchors[fragment], 0.0)
+
+    def witness(self, fragment: int, merged: Merged) -> None:
+        """Applies an exchange in which this island was a bystander; its local values follow the anchor."""
+        self._apply(fragment, merged.delta, merged.rolled_back)
+        scatter(self.fragments[fragment], self.anchors[fragment], self.parameters)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
