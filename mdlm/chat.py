@@ -53,11 +53,12 @@ class ExampleConfig:
     """What a record of the data is and which of its tokens are learnt."""
 
     records: Literal["text", "messages", "completion"] = "text"
-    """`text`: plain text, every token is learnt; `messages`: chats, a list of {"role", "content"}, of which the
-    assistant's tokens are learnt; `completion`: prompt and completion (two strings, or two lists of messages), of which
-    the completion is learnt. All but `text` need `jsonl`, `parquet` or a dataset, and packing `none` or `documents`."""
+    """`text`: plain text, every token is learnt; `messages`: chats, a list of {"role", "content"} (or ShareGPT's
+    {"from", "value"}), of which the assistant's tokens are learnt; `completion`: prompt and completion (two strings, or
+    two lists of messages), of which the completion is learnt. All but `text` need `jsonl`, `parquet` or a dataset, and
+    packing `none` or `documents`."""
     messages_column: str = "messages"
-    """Key or column of the messages."""
+    """Key or column of the messages; in ShareGPT's records `conversations`."""
     prompt_column: str = "prompt"
     """Key or column of the prompt."""
     completion_column: str = "completion"
@@ -280,17 +281,27 @@ class ExampleEncoder:
         return text, list(spans[0]) if spans else []
 
 
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool",
+}  # fmt: skip
+"""What `from` may be in records of ShareGPT -> the role of the chat template."""
+
+
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    fine = (
-        isinstance(value, list)
-        and value
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-        )
+    """The messages of a chat as `role` and `content`. Raises ValueError that names the row."""
+
+    def all_have(*keys: str) -> bool:
+        return all(isinstance(m, dict) and all(isinstance(m.get(key), str) for key in keys) for m in value)
+
+    if isinstance(value, list) and value and all_have("role", "content"):
+        return value
+    if isinstance(value, list) and value and all_have("from", "value"):
+        strange = sorted({m["from"] for m in value} - SHAREGPT_ROLES.keys())
+        if strange:
+            raise ValueError(f"{where}: a message is from {strange[0]!r}; known are {', '.join(SHAREGPT_ROLES)}")
+        return [{"role": SHAREGPT_ROLES[m["from"]], "content": m["value"]} for m in value]
+    raise ValueError(
+        f'{where}: a chat must be a list of {{"role": ..., "content": ...}} or {{"from": ..., "value": ...}}, all '
+        f"strings, and hold at least one; found {value!r:.80}"
     )
-    if not fine:
-        raise ValueError(
-            f'{where}: a chat must be a list of {{"role": ..., "content": ...}}, both strings, and hold at least one; '
-            f"found {value!r:.80}"
-        )
-    return value

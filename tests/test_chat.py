@@ -79,6 +79,20 @@ def test_of_a_chat_the_answers_and_their_end_are_learnt_and_nothing_else(tokeniz
     assert torch.equal(last.input_ids, batch.input_ids)
 
 
+def test_conversations_of_sharegpt_are_the_same_chats(tokenizer):
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in TWO_TURNS["messages"]]
+    options = {"records": "messages", "chat_template": "plain", "seq_len": 128}
+    (ours,) = epoch(opened(tokenizer, [TWO_TURNS], **options))
+    row = {"conversations": turns, "id": "7"}
+    (theirs,) = epoch(opened(tokenizer, [row], messages_column="conversations", **options))
+    assert torch.equal(theirs.input_ids, ours.input_ids)
+    assert torch.equal(theirs.maskable, ours.maskable)
+    pair = {"prompt": turns[:-1], "completion": turns[-1:]}
+    (batch,) = epoch(opened(tokenizer, [pair], records="completion", chat_template="plain", seq_len=128))
+    assert learnt(tokenizer, batch).startswith("last answer")
+
+
 def test_of_a_pair_the_completion_and_one_end_are_learnt(tokenizer):
     for batch, pair in zip(epoch(opened(tokenizer, PAIRS)), PAIRS, strict=True):
         assert unlearnt(tokenizer, batch) == pair["prompt"]
@@ -183,7 +197,9 @@ def test_a_row_with_nothing_to_learn_is_an_error_that_names_it(tokenizer):
     [
         ({"messages": []}, "a chat must be a list"),
         ({"messages": "hello"}, "a chat must be a list"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "a chat must be a list"),
+        ({"messages": [{"from": "human", "content": "x"}]}, "a chat must be a list"),
+        ({"messages": [{"from": "human", "value": 3}]}, "a chat must be a list"),
+        ({"messages": [{"from": "alien", "value": "x"}]}, "a message is from 'alien'; known are system, human"),
         ({"messages": [{"role": "user", "content": None}]}, "a chat must be a list"),
         ({"chat": []}, "no column 'messages'; there are chat"),
     ],
