@@ -1,8 +1,9 @@
 """A training process for the tests: the real entry point, plus an accident at a given step.
 
-`python train_worker.py kill 5 <options>`: this process is killed (SIGKILL) when it is about to make step 5;
-`terminate 5`: it sends itself SIGTERM there, on the last process only; `fsdp 0`: accelerate is made to believe that
-the CPU is an accelerator, since it offers FSDP2 there only, `zero 0` the same for DeepSpeed; `none 0`: no accident.
+`python train_worker.py kill 5 <options>`: this process is killed (SIGKILL) when it is about to make step 5; `slow 0`: a
+step takes 0.2 s longer until the file named in MDLM_TEST_GO is there; `terminate 5`: it sends itself SIGTERM there, on
+the last process only; `fsdp 0`: accelerate is made to believe that the CPU is an accelerator, since it offers FSDP2
+there only, `zero 0` the same for DeepSpeed; `none 0`: no accident.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 
 import torch
 from accelerate import PartialState
@@ -36,6 +38,8 @@ def run() -> int:
     def step(run: Run, stop: bool = False) -> loop.StepResult:
         if run.step == at and accident == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if accident == "slow" and not os.path.exists(os.environ["MDLM_TEST_GO"]):
+            time.sleep(0.2)
         if run.step == at and accident == "terminate" and run.accelerator.is_last_process:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(run, stop)

@@ -70,6 +70,9 @@ class _OneIsland:
     def verify(self, facts: Mapping[str, Any]) -> None:
         """Nobody to compare with."""
 
+    def attach(self, run: Any) -> None:
+        """What it needs it has."""
+
     def close(self) -> None:
         """Nothing runs."""
 

@@ -164,8 +164,9 @@ class OuterConfig:
     ] = "none"
     """The published method whose values the options below take where they are not given; custom: the defaults shown
     here; none: no outer step."""
-    engine: Literal["islands", "syncer", "gradients", "primal"] = "islands"
-    """islands: all exchange with each other; syncer: each with a process of its own kind (`python -m
+    engine: Literal["islands", "torchft", "syncer", "gradients", "primal"] = "islands"
+    """islands: all exchange with each other; torchft: the same, but an island may be lost and come back (extra `ft`;
+    `rendezvous` is a `torchft_lighthouse`); syncer: each with a process of its own kind (`python -m
     mdlm.training.server`, whose address is `rendezvous`), and none waits for another; gradients: one island, whose
     processes exchange compressed gradients in every step; primal: one island, primal averaging instead of rounds."""
     islands: int = 1
@@ -298,18 +299,22 @@ class OuterConfig:
             raise ValueError("--outer.interpolation has no effect without --outer.engine primal")
         if engine == "gradients":
             _require(self.every == 1, "every", self.every, "1 with --outer.engine gradients: they travel in every step")
-        if engine == "syncer":
+        if engine in ("syncer", "torchft"):
             if self.rendezvous is None and self.preset != "none" and self.islands > 1:
-                raise ValueError("--outer.engine syncer needs --outer.rendezvous host:port and --outer.island: the "
-                                 "address of a `python -m mdlm.training.server`")  # fmt: skip
-            _require(self.start_step == 0, "start_step", self.start_step, "0 with a syncer, which has no dense phase")
-            _require(self.overlap in ("none", "streaming"), "overlap", self.overlap, "none or streaming with a syncer")
-            _require(
-                self.merge.rule in ("mean", "radial"), "merge.rule", self.merge.rule, "mean or radial with a syncer"
-            )
-            projection = self.compress.projection
-            _require(projection == "none", "compress.projection", projection, "none with a syncer: nothing is shared")
-            _require(not self.new_islands, "new_islands", self.new_islands, "left alone: an island of a syncer is new")
+                server = "python -m mdlm.training.server" if engine == "syncer" else "torchft_lighthouse"
+                raise ValueError(
+                    f"--outer.engine {engine} needs --outer.rendezvous host:port (of a {server}) and --outer.island"
+                )
+            rules, overlaps = {"mean", "radial"}, {"none", "streaming"}
+            if engine == "torchft":
+                rules, overlaps = {"mean", "radial", "edit"}, {"none"}
+            else:
+                projection = self.compress.projection
+                _require(projection == "none", "compress.projection", projection, "none with engine syncer")
+            _require(self.start_step == 0, "start_step", self.start_step, f"0 with engine {engine}: no step is shared")
+            for name, value, allowed in (("overlap", self.overlap, overlaps), ("merge.rule", self.merge.rule, rules)):
+                _require(value in allowed, name, value, f"{' or '.join(sorted(allowed))} with engine {engine}")
+            _require(not self.new_islands, "new_islands", True, f"left alone with engine {engine}: islands come and go")
 
     @property
     def landing(self) -> int:
