@@ -135,6 +135,37 @@ def attention_rows(
     return columns.masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
 
 
+def mean_attention(
+    model: nn.Module, inputs: dict[str, Tensor], layers: int | float
+) -> tuple[Float[Tensor, "batch seq seq"], Float[Tensor, "batch seq vocab"]]:
+    """For any network that returns its weights (`output_attentions`): their mean over heads and the last `layers`
+    layers, and the logits of the same forward.
+
+    Raises ValueError if it does not return them.
+    """
+    name, hint = type(model).__name__, "load it with attn_implementation='eager', or take a strategy that needs none"
+    try:
+        out = model(**inputs, output_attentions=True)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"{name} does not return attention weights ({error}); {hint} ('depcap')") from error
+    weights = getattr(out, "attentions", None)
+    if not weights or any(weight is None for weight in weights):
+        raise ValueError(f"{name} does not return attention weights; {hint} ('depcap')")
+    last = weights[-layer_count(layers, len(weights)) :]
+    total = sum(weight.to(torch.promote_types(weight.dtype, torch.float32)).mean(dim=1) for weight in last)
+    return total / len(last), out.logits
+
+
+def between_slots(
+    weights: Float[Tensor, "batch seq seq"], source: Int[Tensor, "batch seq"], at: Bool[Tensor, "batch seq"]
+) -> Float[Tensor, "batch slots slots"]:
+    """The weights between the positions in `at`, the row of each being that of its `source`; 0 in unused slots."""
+    index, used = slots(at)
+    rows = weights.gather(1, source.gather(1, index)[:, :, None].expand(-1, -1, weights.shape[2]))
+    between = rows.gather(2, index[:, None, :].expand(-1, index.shape[1], -1))
+    return between.masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
+
+
 def _unpacked(heads: Tensor, plan: FlashPlan, shape: torch.Size) -> Float[Tensor, "batch seq heads dim"]:
     """`[1, real, heads, dim]` at its places in the batch, zeros on padding."""
     out = heads.new_zeros(shape.numel(), *heads.shape[2:])
@@ -187,8 +218,9 @@ class AttentionTap:
         if not isinstance(self.denoiser, AttendingDenoiser):
             raise ValueError(
                 f"this strategy reads attention, which {type(self.denoiser).__name__} does not give; ModelDenoiser (an "
-                "MDLMForMaskedLM) does, and so does any denoiser with a method with_attention(tokens, layers=, at=, "
-                "attention_mask=, position_ids=). A strategy that needs none: 'depcap'"
+                "MDLMForMaskedLM) and LogitsModelDenoiser (a model that returns its weights) do, and so does any "
+                "denoiser with a method with_attention(tokens, layers=, at=, attention_mask=, position_ids=). A "
+                "strategy that needs none: 'depcap'"
             )
 
     @property

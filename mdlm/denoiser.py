@@ -17,13 +17,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mdlm.attention_rows import Attention, attention_rows, layer_count, noted_heads
+from mdlm.attention_rows import Attention, attention_rows, between_slots, layer_count, mean_attention, noted_heads
 from mdlm.checks import check_kv
+from mdlm.emit import emit_log_probs
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM
-from mdlm.passes import row_blocks
 from mdlm.shadow import check_shadows, shadow_logits
-from mdlm.subs import subs_log_probs
 
 MaskStyle = Literal["2d", "4d", "none"]
 MASK_STYLES = ("2d", "4d", "none")
@@ -92,54 +91,6 @@ class CachedDenoiser(Denoiser, Protocol):
         at: Bool[Tensor, "batch fed"] | None = None,
     ) -> Float[Tensor, "..."]:
         """As `__call__` for the fed positions only (ascending in each row); their keys and values go into `kv`."""
-
-
-def emit_log_probs(
-    logits: Float[Tensor, "*axes vocab"], mask_token_id: int, num_tokens: int, overwrite: bool = False
-) -> Float[Tensor, "*axes tokens"]:
-    """`subs_log_probs` for any logits: infinite ones are limits (several +inf share the mass), the rest raises.
-
-    With `overwrite` the logits are the caller's to lose: the answer takes their place where it fits, block by block
-    (`passes.py`). Raises ValueError for NaN and for a position where nothing but the mask id is above -inf.
-    """
-    if not overwrite:
-        return _with_limits(subs_log_probs(logits, mask_token_id, num_tokens), logits, mask_token_id, num_tokens)
-    logits[..., mask_token_id] = -torch.inf
-    rows, wide = logits.flatten(0, -2), torch.promote_types(logits.dtype, torch.float32)
-    fits = wide == logits.dtype and num_tokens == logits.shape[-1]
-    out = rows if fits else rows.new_empty((len(rows), num_tokens), dtype=wide)
-    blocks = list(row_blocks(rows, len(rows)))
-    for block in blocks:
-        log_probs = rows[block, :num_tokens].to(wide).log_softmax(dim=-1)
-        log_probs = _with_limits(log_probs, rows[block], mask_token_id, num_tokens)
-        if len(blocks) == 1:
-            return log_probs.view(*logits.shape[:-1], num_tokens)
-        out[block] = log_probs
-    return out.view(*logits.shape[:-1], num_tokens)
-
-
-def _with_limits(
-    log_probs: Float[Tensor, "*axes tokens"], logits: Float[Tensor, "*axes vocab"], mask_token_id: int, num_tokens: int
-) -> Float[Tensor, "*axes tokens"]:
-    """The log-softmax of logits, where infinite ones broke it, mended; see `emit_log_probs`."""
-    broken = log_probs[..., 1 if mask_token_id == 0 else 0].isnan()
-    if not bool(broken.any()):
-        return log_probs
-    rows = logits[broken].to(log_probs.dtype)
-    allowed = rows[:, :num_tokens].index_fill(-1, torch.tensor(mask_token_id, device=rows.device), -torch.inf)
-    if bool(allowed.isnan().any()):
-        raise ValueError(
-            "the model's logits hold NaN; check its weights and its precision (float16 overflows where bfloat16 holds)"
-        )
-    if bool((allowed == -torch.inf).all(dim=-1).any()):
-        raise ValueError(
-            "the model's logits are -inf for every token that may be emitted at some position, so there is nothing to "
-            "choose from"
-        )
-    infinite = allowed == torch.inf
-    limit = torch.where(infinite, 0.0, -torch.inf).to(rows.dtype)
-    repaired = torch.where(infinite.any(dim=-1, keepdim=True), limit, allowed).log_softmax(dim=-1)
-    return log_probs.masked_scatter(broken[..., None].expand_as(log_probs), repaired)
 
 
 @dataclass(frozen=True)
@@ -302,6 +253,36 @@ class LogitsModelDenoiser:
         at: Bool[Tensor, "batch seq"] | None = None,
     ) -> Float[Tensor, "..."]:
         """See `Denoiser`. Raises ValueError for packed documents, and for padding where the model takes no mask."""
+        logits = self.model(**self._inputs(tokens, attention_mask, position_ids)).logits
+        return self._answer(logits, tokens, attention_mask, at)
+
+    @torch.no_grad()
+    def with_attention(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        *,
+        layers: int | float,
+        at: Bool[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | None = None,
+        position_ids: Int[Tensor, "batch seq"] | None = None,
+    ) -> tuple[Float[Tensor, "rows vocab"], Attention]:
+        """See `attention_rows.AttendingDenoiser`. The model is asked for all its weights (`output_attentions`), which
+        costs `[heads, seq, seq]` per layer; ValueError if it does not return them."""
+        inputs = self._inputs(tokens, attention_mask, position_ids)
+        mean, answer = mean_attention(self.model, inputs, layers)
+        source = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if self.shift:
+            source = _predecessor(tokens, attention_mask)
+        log_probs = self._answer(answer, tokens, attention_mask, at)
+        return log_probs, lambda asked: between_slots(mean, source, asked)
+
+    def _inputs(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | None,
+        position_ids: Int[Tensor, "batch seq"] | None,
+    ) -> dict[str, Tensor]:
+        """What the model's forward takes."""
         real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
         if position_ids is not None and bool(((position_ids[:, 1:] == 0) & real[:, 1:] & real[:, :-1]).any()):
             raise ValueError("this model is called with one document per row; packed documents need MDLMForMaskedLM")
@@ -322,7 +303,15 @@ class LogitsModelDenoiser:
             if attention_mask is not None:
                 counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
             inputs["position_ids"] = counted if position_ids is None else position_ids
-        logits = self.model(**inputs).logits
+        return inputs
+
+    def _answer(
+        self,
+        logits: Float[Tensor, "batch seq vocab"],
+        tokens: Int[Tensor, "batch seq"],
+        attention_mask: Bool[Tensor, "batch seq"] | None,
+        at: Bool[Tensor, "batch seq"] | None,
+    ) -> Float[Tensor, "..."]:
         if self.shift:
             logits = logits.gather(1, _predecessor(tokens, attention_mask)[:, :, None].expand_as(logits))
         return emit_log_probs(logits if at is None else logits[at], self.mask_token_id, self.num_tokens)

@@ -29,7 +29,8 @@ def clad(
 ) -> Strategy:
     """CLAD (Qi et al., 2605.29607): runs of sure positions are committed whole, but of two runs that attend to each
     other most only the longer one. A lower threshold than `threshold` at the same quality; at least half of what
-    `threshold` would commit is committed. Needs a model that gives attention (`MDLMForMaskedLM`).
+    `threshold` would commit is committed. Needs a model that gives attention (`MDLMForMaskedLM`, or a public one loaded
+    with `attn_implementation="eager"`).
 
     Args:
         threshold: least probability; published values lie between 0.70 and 0.75.
@@ -82,7 +83,7 @@ def dapd(
     block_length: int | None = None,
 ) -> Strategy:
     """DAPD (2603.12996): positions that attend to each other are not committed together; the most tied and sure come
-    first. For answers with independent parts. Needs a model that gives attention (`MDLMForMaskedLM`).
+    first. For answers with independent parts. Needs a model that gives attention (see `clad`).
 
     Args:
         low: least attention (mean of both directions) that is a conflict, at the start.

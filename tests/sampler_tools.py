@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mdlm.config import MDLMConfig
-from mdlm.denoiser import Denoiser, ModelDenoiser, emit_log_probs
+from mdlm.denoiser import Denoiser, ModelDenoiser
+from mdlm.emit import emit_log_probs
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.rng import counter_uniform, hash_counters
 from mdlm.samplers.canvas import Canvas

@@ -20,8 +20,8 @@ from mdlm.denoiser import (
     LogitsModelDenoiser,
     ModelDenoiser,
     as_denoiser,
-    emit_log_probs,
 )
+from mdlm.emit import emit_log_probs
 
 INF = math.inf
 TOKENS, MASK = 20, 3

@@ -9,7 +9,8 @@ import torch
 from model_tools import VOCAB, make_model
 from torch import Tensor
 
-from mdlm.denoiser import CachedDenoiser, FunctionDenoiser, ModelDenoiser, emit_log_probs
+from mdlm.denoiser import CachedDenoiser, FunctionDenoiser, ModelDenoiser
+from mdlm.emit import emit_log_probs
 from mdlm.keyvalues import KeyValues
 from mdlm.modeling import MDLMForMaskedLM
 

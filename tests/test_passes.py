@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdlm import passes
-from mdlm.denoiser import emit_log_probs
+from mdlm.emit import emit_log_probs
 from mdlm.passes import divergences, entropies, largest
 from mdlm.samplers.draw import Draw
 
