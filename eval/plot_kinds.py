@@ -113,8 +113,8 @@ def traffic_panels(paths: Sequence[Path]) -> list[Panel]:
         cosine, "do the islands agree?", "step", "cosine of their pseudo-gradients", markers=True, level=0.0
     )
     return [
-        Panel(total, "sent in all", "step", "megabytes per island", steps=True),
-        Panel(rate, "sent per step so far", "step", "megabytes per step and island"),
+        Panel(total, "sent in all", "step", "megabytes per island", steps=True, from_zero=True),
+        Panel(rate, "sent per step so far", "step", "megabytes per step and island", from_zero=True),
         *([agreement] if any(cosine.values()) else []),
     ]
 

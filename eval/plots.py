@@ -44,6 +44,8 @@ class Panel:
     markers: bool = False
     steps: bool = False
     """Horizontal from each point to the next."""
+    from_zero: bool = False
+    """The y axis begins at 0."""
 
 
 def panels(parts: Sequence[Panel], path: str | Path, columns: int = 2, title: str | None = None) -> Path:
@@ -135,6 +137,8 @@ def _draw(axes: Any, panel: Panel) -> None:
     for set_scale, scale in ((axes.set_xscale, panel.x_scale), (axes.set_yscale, panel.y_scale)):
         name, options = SCALES[scale]
         set_scale(name, **options)
+    if panel.from_zero:
+        axes.set_ylim(bottom=0)
     axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(True, alpha=0.3)
     if drawn and (len(drawn) > 1 or next(iter(drawn))):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -54,7 +55,9 @@ def train(*options, processes=1):
         launch = ["--multi_gpu", f"--num_processes={processes}", "--num_machines=1", "--mixed_precision=no"]
         command += ["accelerate.commands.launch", *launch, "--dynamo_backend=no", "--main_process_port=0", "-m"]
     command += ["mdlm.training", f"--config={Path(__file__).with_name('apples.yaml')}", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}  # Jupyter's: plain lines
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as running:
         for printed in running.stdout:
             print(printed, end="")
     if running.returncode:

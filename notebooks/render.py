@@ -69,7 +69,7 @@ def shown(data, stem, folder):
         (folder / f"{stem}.html").write_text(html.unescape(page[1]), encoding="utf-8")
         link = f"[The page, to play with]({stem}.html) (download it and open it in a browser)"
         return [f"![the page]({stem}.png)", link] if screenshot(folder / f"{stem}.html") else [link]
-    return [f"```text\n{data['text/plain']}\n```"] if "text/plain" in data else []
+    return [f"```text\n{ANSI.sub('', data['text/plain'])}\n```"] if "text/plain" in data else []
 
 
 def screenshot(page):
