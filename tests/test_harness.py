@@ -15,6 +15,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from public_folders import make_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from mdlm.chat import PLAIN_TEMPLATE
 from mdlm.denoiser import FunctionDenoiser, as_denoiser
 from mdlm.eval.harness import MDLM
+from mdlm.eval.harness_score import windows
 from mdlm.load import load_model
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.samplers import PRESETS, generate
@@ -94,6 +96,18 @@ def test_bits_per_byte_of_a_uniform_model_are_the_logarithm_of_its_vocabulary(
     for length in (None, 3):
         results = evaluate(manager, model(pretrained=flat, max_length=length), "successor_text")
         assert value(results, "successor_text", "bits_per_byte") == pytest.approx(math.log2(258), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 16])
+def test_windows_of_whole_texts_are_lm_evals(length: int) -> None:
+    """lm-eval counts what a causal model is fed, which is one token less than what stands in a window."""
+    for size in range(1, 24):
+        ids = list(range(100, 100 + size))
+        theirs = [
+            make_disjoint_window(window)
+            for window in get_rolling_token_windows(ids, prefix_token=2, max_seq_len=length - 1, context_len=1)
+        ]
+        assert [(pair.prompt, pair.answer) for pair in windows(ids, [2], length, 0)] == theirs
 
 
 def test_results_say_by_which_protocol_they_came_about(manager: TaskManager) -> None:
