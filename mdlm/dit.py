@@ -9,6 +9,7 @@ same, from the stored weights. MDLM: 2406.07524; BD3-LM, which is block-causal: 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ FREQUENCY_WIDTH = 256
 _SIZES = ("vocab_size", "hidden_dim", "cond_dim", "n_blocks", "n_heads", "model_length")
 _ONLY: dict[str, tuple[Any, ...]] = {"time_conditioning": (False,), "causal": (False,), "adaln": (True,)}
 _INERT = {"dropout", "attn_backend", "cross_attn", "var_min", "sampling_eps_min", "sampling_eps_max"}
-_BUFFERS = {"backbone.rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max"}
+BUFFERS = frozenset({"backbone.rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max"})
+"""Stored tensors that are no parameters; they are not read."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ def load_dit(
     """A checkpoint of MDLM or BD3-LM, in safetensors, as a `Denoiser`; its folder holds no tokenizer.
 
     Args:
-        path: folder with `config.json` and the weights under `backbone.` names. (Lightning `.ckpt` files hold pickled
-            objects and are not read.)
+        path: folder with `config.json` and the weights under `backbone.` names; for a Lightning `.ckpt` see
+            `lightning.load_lightning`.
         mask_token_id: the absorbing state, which config.json does not name; with GPT-2's tokenizer 50257.
         num_tokens: ids 0 .. num_tokens - 1 exist; None: `vocab_size`.
         dtype: precision of the weights; None: as stored.
@@ -201,26 +203,50 @@ def load_dit(
     """
     folder = Path(path)
     public = read_json(folder / "config.json")
-    with torch.device("meta"):
-        model = DiT(read_shape(public, str(folder / "config.json")))
     stored = scan_weights(folder)
+    return build_dit(
+        read_shape(public, str(folder / "config.json")),
+        {name: found.shape for name, found in stored.items()},
+        lambda name: stored[name].read(),
+        str(folder),
+        mask_token_id,
+        num_tokens,
+        dtype,
+        device,
+    )
+
+
+def build_dit(
+    shape: DiTShape,
+    stored: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    place: str,
+    mask_token_id: int,
+    num_tokens: int | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> LogitsModelDenoiser:
+    """A DiT of `shape` with the tensors that `read` gives by name. `stored`: name -> shape of what there is; `place`:
+    where, for messages; the rest as in `load_dit`. Raises ValueError as that does."""
+    with torch.device("meta"):
+        model = DiT(shape)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    problems = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
-    problems += [f"{name} is not a tensor of this format" for name in sorted(set(stored) - set(expected) - _BUFFERS)]
+    problems = [f"{name} {list(size)} is missing" for name, size in expected.items() if name not in stored]
+    problems += [f"{name} is not a tensor of this format" for name in sorted(set(stored) - set(expected) - BUFFERS)]
     problems += [
-        f"{name} has shape {list(stored[name].shape)}; the configuration says {list(shape)}"
-        for name, shape in expected.items()
-        if name in stored and stored[name].shape != shape
+        f"{name} has shape {list(stored[name])}; the configuration says {list(size)}"
+        for name, size in expected.items()
+        if name in stored and stored[name] != size
     ]
     if problems:
-        raise ValueError(f"the weights of {folder} do not fit its configuration:\n  " + "\n  ".join(problems))
+        raise ValueError(f"the weights of {place} do not fit its configuration:\n  " + "\n  ".join(problems))
     for name in expected:
-        tensor = stored[name].read()
+        tensor = read(name)
         if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{folder}: {name} holds NaN or infinity; these weights are broken")
+            raise ValueError(f"{place}: {name} holds NaN or infinity; these weights are broken")
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(device=device, dtype=dtype or tensor.dtype)))
-    tokens = model.shape.vocab_size if num_tokens is None else num_tokens
-    if not 0 < tokens <= model.shape.vocab_size:
-        raise ValueError(f"num_tokens is {tokens}; the checkpoint has {model.shape.vocab_size} rows")
+    tokens = shape.vocab_size if num_tokens is None else num_tokens
+    if not 0 < tokens <= shape.vocab_size:
+        raise ValueError(f"num_tokens is {tokens}; the checkpoint has {shape.vocab_size} rows")
     return LogitsModelDenoiser(model.eval(), mask_token_id, tokens, mask_style="none")
