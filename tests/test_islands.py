@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_runs import arguments, assert_same, records, tensors, write_texts
+
+from mdlm.training.outer_config import PRESETS
 
 WORKER = Path(__file__).with_name("island_worker.py")
 LAUNCH = [
@@ -192,12 +195,44 @@ def test_validation_sees_the_anchors(launched: Path) -> None:
     assert len(one) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_preset_between_islands_trains_and_resumes_in_mid_round(texts: Path, tmp_path: Path) -> None:
+    """Two islands in one launch; rounds of 4 steps; checkpoint 6 lies in the second, with what is in flight by then."""
+    presets = [name for name, config in PRESETS.items() if config.engine == "islands"]
+    runs: list[list[str]] = []
+    for preset in presets:
+        own = {"outer__preset": preset, "outer__islands": 2, "outer__every": 4, "checkpoint__keep_last": 9}
+        own |= {"outer__fragments": 2} if PRESETS[preset].fragments > 1 else {}
+        own |= {"checkpoint__every": 6, "train__steps": 12, "validation__every": 12}
+        checkpoint = tmp_path / preset / "checkpoint-6"
+        runs += [arguments(texts, tmp_path / preset, **own)]
+        runs += [arguments(texts, tmp_path / f"{preset}-resumed", resume=checkpoint, **own)]
+    (tmp_path / "plan.json").write_text(json.dumps([plan(o, port) for o, port in zip(runs, free_ports(len(runs)))]))
+    two = ["--num_processes=2" if argument == "--num_processes=4" else argument for argument in LAUNCH]
+    process = start([*two, str(WORKER), str(tmp_path / "plan.json"), str(tmp_path)])
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output
+    everybody = [reports(tmp_path, process) for process in range(2)]
+    for number, preset in enumerate(presets):
+        assert [r[2 * number]["error"] for r in everybody] == [None, None]
+        one, two_ = (r[2 * number]["hashes"] for r in everybody)
+        mixed = PRESETS[preset].alpha > 0 or PRESETS[preset].overlap == "eager" or PRESETS[preset].merge.rule == "pairs"
+        assert (one == two_) != mixed, preset
+        for island in ("", "island-1"):
+            ends = [tmp_path / name / island / "checkpoint-12" for name in (preset, f"{preset}-resumed")]
+            assert_same(*ends)
+        published = [model_weights(tmp_path / preset / island / "checkpoint-12") for island in ("", "island-1")]
+        assert all(torch.equal(published[0][name], published[1][name]) for name in published[0]), preset
+
+
 def _launch_per_island(folder: Path, plans: list[dict[str, Any]], islands: list[int], first: int) -> list[Any]:
     (folder / "plan.json").write_text(json.dumps(plans))
     command = [sys.executable, str(WORKER), str(folder / "plan.json"), str(folder), str(first)]
     return [start(command, ISLAND=str(island)) for island in islands]
 
 
+@pytest.mark.timeout(900)
 def test_a_launch_per_island_killed_stopped_and_resumed(texts: Path, tmp_path: Path) -> None:
     """Three islands, streaming: checkpoint 3 holds messages in flight, with residuals behind them.
 
@@ -221,11 +256,11 @@ def test_a_launch_per_island_killed_stopped_and_resumed(texts: Path, tmp_path: P
     ]
     processes = _launch_per_island(tmp_path, plans, [0, 1, 2], 0)
     try:
-        output, _ = processes[2].communicate(timeout=200)
+        output, _ = processes[2].communicate(timeout=280)
         assert processes[2].returncode == -signal.SIGKILL, output
         processes[2] = _launch_per_island(tmp_path, plans, [2], 2)[0]
         for process in processes:
-            output, _ = process.communicate(timeout=200)
+            output, _ = process.communicate(timeout=280)
             assert process.returncode == 0, output
     finally:
         for process in processes:

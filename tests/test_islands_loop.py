@@ -386,6 +386,7 @@ def test_the_dense_phase_is_plain_training_and_publishes_the_weights(texts: Path
     one_tensors, two_tensors = (tensors(folder / "checkpoint-3") for folder in (plain, outer))
     for name in one_tensors:
         assert torch.equal(one_tensors[name], two_tensors[name]), name
-    again = run(texts, tmp_path / "again", outer__preset="diloco", outer__every=3, outer__start_step=5,
-                resume=outer / "checkpoint-3", **options)  # fmt: skip
-    assert_same(outer / "checkpoint-8", again)
+    for new_islands in ("false", "true"):
+        again = run(texts, tmp_path / new_islands, outer__preset="diloco", outer__every=3, outer__start_step=5,
+                    outer__new_islands=new_islands, resume=outer / "checkpoint-3", **options)  # fmt: skip
+        assert_same(outer / "checkpoint-8", again)

@@ -272,7 +272,7 @@ class OuterStep:
         self._rounds = list(state["rounds"])
         self._tokens, self._steps = [0] * len(self.fragments), [0] * len(self.fragments)
         if new_islands:
-            for fragment, anchor in zip(self.fragments, self.anchors):
+            for fragment, anchor in zip(self.fragments, [] if self.dense_now else self.anchors):
                 scatter(fragment, anchor, self.parameters)
             return
         self._tokens, self._steps = list(state["tokens"]), list(state["steps"])
