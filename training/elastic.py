@@ -238,7 +238,7 @@ class Elastic(Islands):
         self.quorums = Quorums(config, links.island)
         self.outer = OuterStep(core, config, self.quorums)
         self.quorums.give, self.quorums.take = self._give, self._take
-        self.quorums.join_in, self.quorums.witness = self.outer.bystander, self.outer.witness
+        self.quorums.join_in, self.quorums.witness = self.outer.bystander, self._witness
         self._run: Any = None
 
     def attach(self, run: Any) -> None:
@@ -259,11 +259,6 @@ class Elastic(Islands):
         news, self.quorums.news = self.quorums.news, []
         return replace(moment, events=[*moment.events, *news])
 
-    def load(self, folder: Any) -> None:
-        """The checkpoint of this island; the others' state, where there are others, goes before it."""
-        super().load(folder)
-        self.outer.adopt(self.outer.anchors)
-
     def close(self) -> None:
         """See `Outer`."""
         self.quorums.close()
@@ -275,10 +270,20 @@ class Elastic(Islands):
             "outer": {key: state[key] for key in ("anchors", "optimizers", "rounds", "last")},
             "optimizer": named_optimizer_state(run.core, run.raw_optimizer),
             "step": run.step,
+            "moved_at": self._moved_at,
             "total_steps": run.total_steps,
             "position": run.stream.state_dict(),
             "ema": ema,
         }
+
+    def _witness(self, fragment: int, merged: Merged) -> None:
+        """What the others do with the result, the moving average included."""
+        run = self._run
+        self.outer.witness(fragment, merged)
+        moved, self._moved_at = run.step - self._moved_at, run.step
+        if run.ema is not None and moved:
+            with self.published(None):
+                run.ema.update(run.core, moved)
 
     def _take(self, state: dict[str, Any]) -> None:
         from mdlm.training.setup import build_objective
@@ -290,7 +295,7 @@ class Elastic(Islands):
             restore(optimizer, saved)
         own: dict[str, Tensor] = {key: value.clone() for key, value in state["optimizer"].items()}
         restore_optimizer(run.core, run.raw_optimizer, own, "the other island")
-        run.step, run.position = state["step"], state["position"]
+        run.step, run.position, self._moved_at = state["step"], state["position"], state["moved_at"]
         run.stream.close()
         run.stream = open_stream(run)
         if run.total_steps != state["total_steps"]:
