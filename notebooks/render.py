@@ -90,9 +90,10 @@ def render(names, docs, work):
     for path in sorted(HERE.glob("*.ipynb")):
         if names and path.stem not in names:
             continue
+        notebook = execute(path, work)
         for old in docs.glob(f"{path.stem}*"):
             old.unlink()
-        text = as_markdown(execute(path, work), path.stem, docs)
+        text = as_markdown(notebook, path.stem, docs)
         (docs / f"{path.stem}.md").write_text(text.replace(str(work), "."), encoding="utf-8")
         print(docs / f"{path.stem}.md", flush=True)
 
