@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class Feeding(NamedTuple):
@@ -44,7 +45,12 @@ class Feeding(NamedTuple):
         stored = kv.layers[layer]
         for store, new in zip(stored, (key, value)):
             new = new.transpose(1, 2).flatten(0, 1)
-            store.flatten(0, 1).index_copy_(0, self.places, new if self.fed is None else new[self.fed])
+            new = new if self.fed is None else new[self.fed]
+            if kv.similarity is not None and store is stored[1]:
+                alike = F.cosine_similarity(store.flatten(0, 1)[self.places].flatten(1), new.flatten(1), dim=-1)
+                sums = kv.similarity.view(-1)
+                sums[self.places] = alike.to(sums.dtype) + (sums[self.places] if layer else 0.0)
+            store.flatten(0, 1).index_copy_(0, self.places, new)
         keys, values = (store[:, : self.seq] if kv.rows is None else store[kv.rows, : self.seq] for store in stored)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
@@ -63,6 +69,9 @@ class KeyValues:
     )
     rows: Int64[Tensor, " batch"] | None = None
     """Rows that the next forward feeds, see `of`; None: all."""
+    similarity: Float64[Tensor, "rows seq"] | None = None
+    """If given, each forward notes here, where it feeds, the cosine of the new and the stored values, summed over the
+    layers: the lower, the more has changed since the position was fed before."""
 
     @staticmethod
     def empty(rows: int, seq: int, device: torch.device | str = "cpu") -> KeyValues:
@@ -72,12 +81,13 @@ class KeyValues:
     def of(self, rows: Int64[Tensor, " batch"]) -> KeyValues:
         """The same store, for a forward of these rows only."""
         assert self.rows is None, "rows of rows"
-        return KeyValues(self.valid, self.layers, rows)
+        return KeyValues(self.valid, self.layers, rows, self.similarity)
 
     def keep(self, rows: Int64[Tensor, " batch"], seq: int | None = None) -> KeyValues:
         """A store of these rows and their first `seq` positions only."""
         layers = [(keys[rows, :seq], values[rows, :seq]) for keys, values in self.layers]
-        return KeyValues(self.valid[rows, :seq], layers)
+        similarity = None if self.similarity is None else self.similarity[rows, :seq].contiguous()
+        return KeyValues(self.valid[rows, :seq], layers, similarity=similarity)
 
     def feeding(
         self,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from mdlm.denoiser import CachedDenoiser, Denoiser
@@ -39,6 +39,9 @@ class View:
     """Forwards of the row so far."""
     since_whole: Int64[Tensor, " batch"]
     """Forwards of the row since the last one that fed all of it, that one included; 0 before the first."""
+    similarity: Float64[Tensor, "batch seq"] | None = None
+    """How alike the values of each position were the last two times it was fed (`KeyValues.similarity`); None unless
+    the feeder was told to watch them."""
 
     @property
     def position(self) -> Int64[Tensor, " seq"]:
@@ -73,6 +76,8 @@ class StoredFeeder:
     policy: FeedPolicy
     forget_right: bool = False
     """What lies right of the fed positions is out of date and must be fed before it is used."""
+    watch_values: bool = False
+    """Note how much values change, for policies that go by it."""
     kv: KeyValues | None = field(default=None, init=False)
     memory: RowMemory = field(default_factory=lambda: RowMemory({}), init=False)
     """`tokens [batch, seq]` as last fed, -1 where never; per row `lengths`, `block`, `forwards`, `since_whole`."""
@@ -100,6 +105,7 @@ class StoredFeeder:
             begins=state.block != memory["block"],
             forwards=memory["forwards"],
             since_whole=memory["since_whole"],
+            similarity=kv.similarity,
         )
         feed = (self.policy.plan(view) | at) & asked[:, None]
         if self.denoiser.predicts_from_previous:
@@ -133,6 +139,8 @@ class StoredFeeder:
         if self.kv is None:
             rows, seq = len(state.rows), int(state.lengths.max())
             self.kv = self.denoiser.key_values(rows, seq)
+            if self.watch_values:
+                self.kv.similarity = torch.zeros((rows, seq), dtype=torch.float64, device=state.rows.device)
             zero = torch.zeros_like(state.rows)
             never = torch.full((rows, seq), -1, device=zero.device)
             per_row = {"lengths": state.lengths, "block": zero - 1, "forwards": zero, "since_whole": zero}

@@ -6,7 +6,7 @@
 | `PrefixCache` | `prefix` | the window and all right of it | no |
 | `DualCache` | `dual` | the window | no |
 | `DelayedCache` | `delayed` | undecided tokens, and each new one once | no |
-| `IntervalCache` | `interval` | what is asked, new tokens; prompt and answer at intervals | no |
+| `IntervalCache` | `interval` | what is asked, new tokens, the most changed; prompt and answer at intervals | no |
 | `BlockCache` | `block` | the current block of a block-causal model, each finished one once more | always |
 
 In a model that attends both ways every key depends on every token, so keys of tokens that have not changed are out of
@@ -28,6 +28,8 @@ from mdlm.denoiser import Denoiser
 from mdlm.samplers.arguments import one_of
 from mdlm.samplers.cache import CachePolicy, NoCache
 from mdlm.samplers.cache_feeder import StoredFeeder, View, cached_denoiser
+from mdlm.samplers.select import within
+from mdlm.samplers.select_adaptive import highest
 
 
 def _at_least_one(**intervals: int | None) -> None:
@@ -111,27 +113,37 @@ class DelayedCache:
 @dataclass(frozen=True)
 class IntervalCache:
     """Approximate. The given tokens are fed every `prompt_refresh` forwards of a row and the answer every
-    `answer_refresh`; in between only what is asked for and new tokens (dLLM-Cache, 2506.06295, section 3).
+    `answer_refresh`; in between what is asked for, new tokens, and the fraction `ratio` of the answer whose values
+    have changed most (dLLM-Cache, 2506.06295, section 3).
 
-    Keys and values only: the paper also keeps the outputs of attention and feed-forward layers, and in between
-    recomputes, layer by layer, the quarter of the answer whose values moved most. That part is not here.
+    The paper keeps the outputs of attention and feed-forward layers too, so that it knows in every layer how far each
+    token's values would have moved by now. Here are keys and values only, and what counts is how far a token's values
+    moved when it was last fed (the cosine of new and old, over all layers); equal ones from the left.
     """
 
     prompt_refresh: int = 100
     answer_refresh: int = 6
+    ratio: float = 0.25
+    """In [0, 1], rounded down to whole tokens; 0: none. 1 feeds the whole answer in every forward."""
 
     def __post_init__(self) -> None:
         _at_least_one(prompt_refresh=self.prompt_refresh, answer_refresh=self.answer_refresh)
+        within("ratio", self.ratio, 0, 1)
 
     def start(self, denoiser: Denoiser) -> StoredFeeder:
         """See `CachePolicy`."""
-        return StoredFeeder(cached_denoiser(denoiser, self), self)
+        return StoredFeeder(cached_denoiser(denoiser, self), self, watch_values=self.ratio > 0)
 
     def plan(self, view: View) -> Bool[Tensor, "batch seq"]:
         """See `FeedPolicy`."""
         given = ((view.forwards % self.prompt_refresh) == 0)[:, None] & ~view.editable
         answer = ((view.forwards % self.answer_refresh) == 0)[:, None] & view.editable
-        return (given | answer) & view.real | view.changed
+        feed = (given | answer) & view.real | view.changed
+        if view.similarity is None:
+            return feed
+        own = view.editable & view.real
+        count = (own.sum(dim=-1).double() * self.ratio).floor().long()
+        return feed | highest(torch.where(own, -view.similarity, -torch.inf), count)
 
 
 @dataclass(frozen=True)

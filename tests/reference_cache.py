@@ -16,8 +16,18 @@ from reference_model import Array, Shape, rms_norm, rotate, silu
 Store = list[dict[int, tuple[Array, Array]]]
 
 
-def feed(weights: dict[str, Array], shape: Shape, tokens: list[int], fed: set[int], store: Store) -> dict[int, Array]:
-    """Logits of the fed positions: the predictions of their own tokens."""
+def feed(
+    weights: dict[str, Array],
+    shape: Shape,
+    tokens: list[int],
+    fed: set[int],
+    store: Store,
+    alike: dict[int, float] | None = None,
+) -> dict[int, Array]:
+    """Logits of the fed positions: the predictions of their own tokens.
+
+    In `alike` each fed position gets the cosine of its new and its stored values, summed over layers; 0 at first.
+    """
     order = sorted(fed)
     stream = {i: weights["model.embed_tokens.weight"][tokens[i]] for i in order}
     for layer in range(shape.layers):
@@ -29,6 +39,10 @@ def feed(weights: dict[str, Array], shape: Shape, tokens: list[int], fed: set[in
             q, k, v = ((w[f"self_attn.{name}_proj.weight"] @ x) for name in "qkv")
             queries[i] = [rotate(head, i, shape.theta) for head in q.reshape(shape.heads, -1)]
             turned = np.stack([rotate(head, i, shape.theta) for head in k.reshape(shape.kv_heads, -1)])
+            if alike is not None:
+                old = store[layer][i][1].ravel() if i in store[layer] else np.zeros(v.shape)
+                size = np.linalg.norm(old) * np.linalg.norm(v)
+                alike[i] = (alike[i] if layer else 0.0) + (float(old @ v) / size if size else 0.0)
             store[layer][i] = turned, v.reshape(shape.kv_heads, -1)
         for i in order:
             block = shape.block_size
@@ -72,10 +86,12 @@ def unmask(
     cache: str,
     every: tuple[int, int] = (10**9, 10**9),
     from_row_start: bool = False,
+    ratio: float = 0.0,
 ) -> Unmasked:
     """Fill `editable` in blocks of `block` positions (from the first of them), all tokens at least `threshold` sure.
 
-    `every`: the intervals of the cache that has some: (prompt, answer) or (refresh, unused).
+    `every`: the intervals of the cache that has some: (prompt, answer) or (refresh, unused). `ratio`: of the answer's
+    tokens, those whose values changed most when they were last fed are fed as well.
     """
     row = Unmasked([mask if i in editable else t for i, t in enumerate(tokens)])
     everything, left = set(range(len(tokens))), set(editable)
@@ -84,6 +100,7 @@ def unmask(
     written: set[int] = set()
     before, since = None, 0
     stored_blocks = 0
+    alike: dict[int, float] = {}
     while left:
         number = (min(left) - origin) // block
         window = {i for i in editable if (i - origin) // block == number}
@@ -101,6 +118,7 @@ def unmask(
             fed = asked | written
             fed = fed | (everything - set(editable) if row.forwards % every[0] == 0 else set())
             fed = fed | (set(editable) if row.forwards % every[1] == 0 else set())
+            fed = fed | set(sorted(editable, key=lambda i: (alike.get(i, 0.0), i))[: int(ratio * len(editable))])
         else:
             assert cache == "block"
             assert shape.block_size == block
@@ -110,7 +128,7 @@ def unmask(
             fed = fed | {max(i - 1, 0) for i in asked}
         since = 1 if fed == everything else since + 1
         before = number
-        logits = feed(weights, shape, row.tokens, fed, store)
+        logits = feed(weights, shape, row.tokens, fed, store, alike)
         row.tokens_fed, row.forwards = row.tokens_fed + len(fed), row.forwards + 1
         sure, choice = {}, {}
         for i in asked:

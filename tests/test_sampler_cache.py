@@ -82,7 +82,9 @@ RULES: dict[str, tuple[str, CachePolicy, tuple[int, int]]] = {
     "dual, refreshed": ("dual", DualCache(refresh=3), (3, 10**9)),
     "delayed": ("delayed", DelayedCache(refresh=None), (10**9, 10**9)),
     "delayed, refreshed": ("delayed", DelayedCache(refresh=3), (3, 10**9)),
-    "interval": ("interval", IntervalCache(prompt_refresh=4, answer_refresh=3), (4, 3)),
+    "interval": ("interval", IntervalCache(prompt_refresh=4, answer_refresh=3, ratio=0.0), (4, 3)),
+    "interval, a quarter": ("interval", IntervalCache(prompt_refresh=4, answer_refresh=3), (4, 3)),
+    "interval, half": ("interval", IntervalCache(prompt_refresh=9, answer_refresh=9, ratio=0.5), (9, 9)),
     "block": ("block", BlockCache(), (10**9, 10**9)),
 }
 
@@ -101,7 +103,18 @@ def test_a_cache_computes_what_its_paper_says(rule: str, shift: bool) -> None:
     for row, (prompt, new) in zip(outcome.rows(), zip(PROMPTS, NEW), strict=True):
         editable = list(range(len(prompt), len(prompt) + new))
         got = ref.unmask(
-            weights, shape, prompt + [MASK] * new, editable, MASK, VOCAB, 4, 0.75, name, every, from_row_start=by_blocks
+            weights,
+            shape,
+            prompt + [MASK] * new,
+            editable,
+            MASK,
+            VOCAB,
+            4,
+            0.75,
+            name,
+            every,
+            from_row_start=by_blocks,
+            ratio=getattr(policy, "ratio", 0.0),
         )
         assert row["tokens"] == got.tokens
         assert [s for s in row["step_map"] if s >= 0] == [got.steps[i] for i in editable]
@@ -121,6 +134,18 @@ def test_approximate_caches_do_change_something(cache: str) -> None:
     assert len(probabilities[0]) == len(probabilities[1])
     assert max(abs(a - b) for a, b in zip(*probabilities)) > 1e-3
     assert sum(fed(cached)) < sum(fed(plain))
+
+
+def test_a_ratio_of_1_feeds_the_whole_answer_in_every_forward() -> None:
+    everything = IntervalCache(prompt_refresh=10**6, answer_refresh=10**6, ratio=1.0)
+    always = IntervalCache(prompt_refresh=10**6, answer_refresh=1, ratio=0.0)
+    same(*(unmask(tiny_model(), canvas(), blocks(cache, 4)) for cache in (everything, always)), counts=True)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1])
+def test_a_ratio_out_of_range_is_an_error(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"ratio is .*; it must lie in \[0, 1\]"):
+        IntervalCache(ratio=ratio)
 
 
 # --- where nothing may change

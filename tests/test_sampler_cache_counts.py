@@ -83,7 +83,8 @@ PROMPT, ANSWER, BLOCK = 6, 12, 4
 def test_tokens_fed_of_one_row(cache: str, expected: int) -> None:
     """Fast-dLLM #11: is the dual cache cheaper than the prefix cache? Counted, not guessed."""
     row = Canvas.from_prompts([list(range(3, 9))], ANSWER)
-    last = unmask(tiny_model(), row, blocks(cache_named(cache), BLOCK, threshold=1.1)).last
+    policy = IntervalCache(ratio=0.0) if cache == "interval" else cache_named(cache)
+    last = unmask(tiny_model(), row, blocks(policy, BLOCK, threshold=1.1)).last
     if cache == "delayed":  # forward 9 feeds all 18 instead of 4 masks and a token
         expected += 18 - 5
     if cache == "interval":  # forwards 2-6: 3, 2, 1 masks + 1 new; 4 + 1, 3 + 1; 7: the answer; 8-12: 1 + 1, 4 + 1, ...
