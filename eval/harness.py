@@ -113,18 +113,18 @@ class MDLM(LM):
         self._options: dict[str | None, RequestOptions] = {}
         for task in (None, *(self.preset.tasks if self.preset else ())):
             self._check(self.options_of(task))
-        self.identity = {
-            "pretrained": str(pretrained) if named else type(pretrained).__name__,
-            "peft": peft,
-            "weights": base_hash(model) if isinstance(model, torch.nn.Module) else None,
+        network = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
+        weights = base_hash(network) if isinstance(network, torch.nn.Module) else None
+        if answers is not None and weights is None:
+            raise ValueError(f"answers cannot be kept for a {type(model).__name__}, whose weights cannot be told apart")
+        self._keyed_by = {
+            "weights": weights,
             "dtype": dtype if named else None,
             "max_length": self.worker.max_length,
             "seed": seed,
         }
-        places = (
-            () if self.identity["weights"] is None else ("pretrained", "peft")
-        )  # the same weights elsewhere will do
-        self._keyed_by = {name: value for name, value in self.identity.items() if name not in places}
+        place = str(pretrained) if named else type(pretrained).__name__
+        self.identity = {"pretrained": place, "peft": peft, **self._keyed_by}
         self.answers = Answers(answers, self._rank, resume)
         self._statistics: dict[str, dict[str, Any]] = {}
         self.barrier()

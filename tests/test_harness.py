@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mdlm.chat import PLAIN_TEMPLATE
-from mdlm.denoiser import FunctionDenoiser, as_denoiser
+from mdlm.denoiser import FunctionDenoiser, LogitsModelDenoiser, as_denoiser
 from mdlm.eval.harness import MDLM
 from mdlm.eval.harness_score import windows
 from mdlm.load import load_model
@@ -252,6 +252,12 @@ def test_special_tokens_stop_too_and_do_not_show() -> None:
     assert next(iter(lm.answers._found.values()))["finish"] == "eos"
 
 
+def test_an_end_token_that_is_an_ordinary_one_is_not_part_of_the_answer() -> None:
+    (end,) = hm.letter_tokenizer().encode(";", add_special_tokens=False)
+    lm = model(strategy="confidence", block_length=1, eos_token_id=end)
+    assert lm.generate_until([generation("b>", max_gen_toks=6)]) == ["c"]
+
+
 def test_no_answer_holds_the_mask_or_an_end_token() -> None:
     """Diffulex #39: all-mask output; SDAR: the mask token can be sampled."""
     texts = model(strategy="ancestral", temperature=5.0, steps=2, eos="ignore").generate_until(
@@ -355,6 +361,22 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     other = model(exact=False, mc_num=16, batch_size=4, answers=tmp_path, resume=True)
     other.loglikelihood(requests[:2])
     assert other.answers.computed == 2, "answers of another protocol must not be used"
+
+
+def test_answers_are_kept_by_weights_not_by_place_and_not_for_models_without(tmp_path: Path) -> None:
+    request = [generation("b>", max_gen_toks=6)]
+    model(answers=tmp_path / "kept").generate_until(request)
+    network = LogitsModelDenoiser(hm.trained_model(), 0, 259)  # the same weights in another coat
+    again = model(pretrained=network, answers=tmp_path / "kept", resume=True, max_length=64)
+    again.generate_until(request)
+    assert again.answers.computed == 0
+    other = MDLMForMaskedLM(hm.trained_model().config).eval()
+    changed = model(pretrained=other, answers=tmp_path / "kept", resume=True)
+    changed.generate_until(request)
+    assert changed.answers.computed == 1
+    flat = FunctionDenoiser(lambda tokens: torch.zeros(*tokens.shape, 259), 0, 259)
+    with pytest.raises(ValueError, match="cannot be kept for a FunctionDenoiser"):
+        model(pretrained=flat, answers=tmp_path / "new")
 
 
 def test_lm_evals_own_cache_of_answers_is_filled(manager: TaskManager, tmp_path: Path) -> None:
