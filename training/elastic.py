@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mdlm.training.exchange import Merged, Message
 from mdlm.training.islands import Islands, Moment
-from mdlm.training.links import Gloo, Links, Patience, address_towards
+from mdlm.training.links import Gloo, IslandLost, Links, Patience, address_towards
 from mdlm.training.outer import OuterStep
 from mdlm.training.outer_config import OuterConfig
 from mdlm.training.outer_optim import restore
@@ -144,7 +144,14 @@ class Quorums:
         healed, asked = False, message
         while True:
             self._under_way = None if message is None else (message.fragment, message.round)
-            self._manager.start_quorum()
+            try:
+                self._manager.start_quorum()
+            except (RuntimeError, TimeoutError) as error:
+                raise IslandLost(
+                    f"no word from the lighthouse or the other islands: has {self.config.rendezvous} "
+                    "(--outer.rendezvous) ended, or did the others need longer than --outer.timeout for their round? "
+                    f"[{error}]"
+                ) from error
             if self._taken is not None:
                 state, self._taken, healed = self._taken, None, True
                 self.take(state)
