@@ -81,9 +81,10 @@ def units_of(batch: Batch, block_size: int | None, group: int) -> Units:
     document = torch.zeros_like(ids) if documents is None else documents
     token = (document >= 0).flatten().nonzero()[:, 0]
     blocks = (positions // block_size).flatten()[token]
-    key = torch.stack([token // seq, document.flatten()[token], blocks], dim=1)
-    _, unit, length = torch.unique_consecutive(key, dim=0, return_inverse=True, return_counts=True)
-    first = length.cumsum(0) - length
+    parts = (token // seq, document.flatten()[token], blocks)
+    begins = torch.ones_like(token, dtype=torch.bool)
+    begins[1:] = torch.stack([part[1:] != part[:-1] for part in parts]).any(dim=0)
+    first, unit = begins.nonzero()[:, 0], begins.cumsum(dim=0) - 1
     row = token[first] // seq
     width, per_row = min(block_size, seq), -(-seq // block_size)
 

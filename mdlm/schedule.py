@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ TimeSampling = Literal["uniform", "antithetic", "low_discrepancy", "stratified"]
 
 _TIMES = 0x74696D65  # stream tags: the same (seed, row) must give unrelated numbers for unrelated purposes
 _STRATA = 0x73747261
+_LARGE = 4096  # places of a step from which sorting them costs more than keeping them
 
 
 def unknown_name(what: str, name: str, allowed: Iterable[str]) -> ValueError:
@@ -215,9 +217,21 @@ def discrete_times(
 def _places(rows: Int[Tensor, "batch"], global_batch: int, seed: int) -> tuple[Tensor, Tensor]:
     """Step of each row, and its place in that step's own permutation of the global batch."""
     steps, inverse = torch.unique(rows // global_batch, return_inverse=True)
-    keys = hash_counters(seed, _STRATA, steps[:, None], torch.arange(global_batch, device=rows.device))
-    order = keys.argsort(dim=1, stable=True)
+    if global_batch < _LARGE or rows.device.type != "cpu":
+        order = _order(seed, steps, global_batch)
+    else:  # the micro-batches of a step share it
+        order = torch.stack([_large_order(seed, step, global_batch) for step in steps.tolist()])
     return steps[inverse], order[inverse, rows % global_batch]
+
+
+def _order(seed: int, steps: Int64[Tensor, "steps"], size: int) -> Int64[Tensor, "steps size"]:
+    keys = hash_counters(seed, _STRATA, steps[:, None], torch.arange(size, device=steps.device))
+    return keys.argsort(dim=1, stable=True)
+
+
+@lru_cache(maxsize=4)
+def _large_order(seed: int, step: int, size: int) -> Int64[Tensor, "size"]:
+    return _order(seed, torch.tensor([step]), size)[0]
 
 
 def _uniform(rows: Int[Tensor, "batch"], global_batch: int, seed: int) -> Float64[Tensor, "batch"]:

@@ -224,3 +224,15 @@ def test_errors_say_what_is_allowed() -> None:
         draw_times(rows, 0, 0, "uniform", 0.0)
     with pytest.raises(ValueError, match="at least one step"):
         discrete_times(Linear(), torch.tensor([0.5]), 0)
+
+
+def test_times_of_large_batches_are_those_of_their_rows_alone() -> None:
+    """The permutation of a large batch is kept between micro-batches; neither order nor company of rows matters."""
+    size = 5000
+    rows = torch.tensor([4999, 3, 5000, 17, 3 * size + 1, 0])
+    whole = draw_times(torch.arange(4 * size), size, 7, "low_discrepancy", 0.0)
+    assert torch.equal(draw_times(rows, size, 7, "low_discrepancy", 0.0), whole[rows])
+    for step in range(4):
+        strata = (whole[step * size : (step + 1) * size] * size).floor().long()
+        assert torch.equal(strata.sort().values, torch.arange(size))
+    assert not torch.equal(draw_times(rows, size, 8, "low_discrepancy", 0.0), whole[rows])
