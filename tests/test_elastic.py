@@ -13,11 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from toy_islands import Toy, flat, quadratic_
+from simulated_islands import Link, Network, on_islands
+from toy_islands import Toy, flat, quadratic, quadratic_
 from training_runs import arguments, records, state, tensors, write_texts
 
+from mdlm.training import elastic
+from mdlm.training.elastic import Quorums
 from mdlm.training.exchange import Alone
 from mdlm.training.outer import OuterStep
 from mdlm.training.outer_config import OuterConfig
@@ -54,6 +58,91 @@ def test_a_bystander_ends_where_those_are_who_took_part() -> None:
     with old.averaged():
         assert (held == flat(model)).all()
     new.step(7)  # takes the next step, as the others do
+
+
+class Fake:
+    """torchft's manager and group as one island sees them: quorum after quorum from a plan, of places on networks."""
+
+    generation = -1
+
+    def __init__(self, plan: list[tuple[Network, int]]) -> None:
+        self.plan, self.problem, self.committed = plan, None, []
+
+    def start_quorum(self) -> None:
+        self.generation, self.problem = self.generation + 1, None
+
+    def errored(self) -> Exception | None:
+        return self.problem
+
+    def report_error(self, error: Exception) -> None:
+        self.problem = error
+
+    def should_commit(self) -> bool:
+        self.committed.append(self.problem is None)
+        return self.committed[-1]
+
+    def participating_rank(self) -> int:
+        return self.plan[self.generation][1]
+
+    def num_participants(self) -> int:
+        return self.plan[self.generation][0].islands
+
+    def link(self, *_: Any) -> Link:
+        network, place = self.plan[self.generation]
+        return Link(network, place)
+
+
+def test_an_island_lost_in_mid_exchange_is_left_out_and_nothing_is_applied_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of islands 4, 6 and 7, number 6 loses its link in the second exchange: the others make it again, as two."""
+    config = OuterConfig(engine="torchft", every=2, islands=8)
+    three, two = Network(3), Network(2)
+    fakes = {
+        4: Fake([(three, 0), (three, 0), (two, 0)]),
+        6: Fake([(three, 1)] * 2),
+        7: Fake([(three, 2)] * 2 + [(two, 1)]),
+    }
+    monkeypatch.setattr(elastic, "Gloo", lambda group, rank, size, patience: group.link())
+    three.victim = 1
+
+    def work(place: int) -> tuple[np.ndarray, list[list[int]], list[str]]:
+        number = (4, 6, 7)[place]
+        quorums = object.__new__(Quorums)
+        vars(quorums).update(
+            config=config, island=number, islands=1, members=[], news=[], _patience=None, _generation=-1, _real=None,
+            _taken=None, _group=fakes[number], _manager=fakes[number],
+        )  # fmt: skip
+        model = Toy()
+        outer, there = OuterStep(model, config, quorums), []
+        try:
+            for n in range(1, 5):
+                quadratic_(model, place, n)
+                if n == 4:
+                    three.cut_at = 2  # after the first all-to-all of the second exchange's link: numbers, parts, facts
+                there += [list(one.stats.contributors) for one in outer.step(n)]
+        except ConnectionError:
+            return flat(model), there, ["lost"]
+        return flat(model), there, quorums.news
+
+    first, lost, last = on_islands(3, work)
+    assert lost[2] == ["lost"]
+    assert (first[0] == last[0]).all()
+    assert first[1] == [[4, 6, 7], [4, 7]]
+    assert sum("lost in mid-exchange" in text for text in first[2]) == 1
+    assert fakes[4].committed == [True, False, True]
+    a, m = flat(Toy()), np.zeros(88)
+    for taking, steps in (([0, 1, 2], (1, 2)), ([0, 2], (3, 4))):
+        moved = []
+        for place in taking:
+            theta = a
+            for n in steps:
+                theta = quadratic(place, n, theta)
+            moved.append(a - theta)
+        d = sum(moved) / len(moved)
+        m = 0.9 * m + d
+        a = a - 0.7 * (d + 0.9 * m)
+    assert first[0] == pytest.approx(a, abs=1e-5)
 
 
 @pytest.mark.parametrize(
