@@ -15,6 +15,7 @@ from transformers.integrations import flex_attention as flex_utils
 
 from mdlm.attention import document_ids, flex_block_mask, token_positions, visible_twice
 from mdlm.data import Batch
+from mdlm.flops import forward_flops_per_token, train_flops_per_token
 
 # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,15 @@ def test_a_compiled_backbone_takes_clean_ids_in_one_graph() -> None:
     found, compiled = loss_and_gradient(model, [noised], loss)
     assert found == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(compiled, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_the_flops_of_a_training_step_are_those_of_both_halves_and_the_keys_they_see() -> None:
+    config = make_model(block_size=4).config
+    seq = 12
+    seen = visible_twice(torch.arange(seq)[None], None, 4).sum(dim=-1).double().mean()
+    body = 2 * forward_flops_per_token(config, float(seen), 0.0)
+    head = forward_flops_per_token(config, 1, 1.0) - forward_flops_per_token(config, 1, 0.0)
+    assert train_flops_per_token(config, seq, 0.5) == pytest.approx(3 * (body + 0.5 * head))
 
 
 def test_clean_ids_that_mean_nothing_are_refused() -> None:
