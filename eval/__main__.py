@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from mdlm.chat import ExampleConfig, Records
 from mdlm.checkpoint import STATE_FILE, STATE_FOLDER, provenance, read_state
 from mdlm.data import DataConfig, open_data
 from mdlm.denoiser import ModelDenoiser
@@ -34,6 +35,7 @@ def evaluate(
     data: str | None = None,
     format: str = "auto",
     text_column: str = "text",
+    records: Records = "text",
     packing: Literal["stream", "documents", "none"] | None = None,
     seq_len: int | None = None,
     stride: int | None = None,
@@ -71,6 +73,9 @@ def evaluate(
             that the training run held out.
         format: of `data`, as in training.
         text_column: key or column of `data` that holds the text.
+        records: what a record of `data` is: text, messages or completion. Of the last two only the answers are masked
+            and counted, with their one end token, as in the validation of fine-tuning; columns, turns and over-long
+            examples as in the training of the checkpoint.
         packing: `stream`: documents wrapped; `documents`: wrapped, attention inside each; `none`: one document per
             window, padded. Default: as in training.
         seq_len: tokens per window; default: as in training, or the longest the model accepts.
@@ -116,19 +121,9 @@ def evaluate(
     trained = _training_data(folder)
     config = dataclasses.replace(trained or DataConfig(seq_len=model.config.max_position_embeddings), workers=0)
     if data is not None:
-        config = dataclasses.replace(
-            config,
-            source=data,
-            format=format,  # type: ignore[arg-type]
-            text_column=text_column,
-            name=None,
-            split="train",
-            records="text",
-            streaming=False,
-            validation_source=None,
-            validation_split=None,
-            validation_rows=None,
-        )
+        config = _given_data(config, data, format, text_column, records)
+    elif records != "text":
+        raise ValueError(f"--records {records} says what --data holds; without it the run's own records are evaluated")
     elif trained is None:
         raise ValueError(f"{folder} holds no {STATE_FOLDER}/{STATE_FILE}, so its text is not known: give --data")
     text_protocol = TextProtocol(
@@ -146,7 +141,7 @@ def evaluate(
             f"--seq_len {text_protocol.seq_len} is longer than the model accepts "
             f"({model.config.max_position_embeddings})"
         )
-    text = _rows(config, tokenizer, text_protocol, whole=data is not None)
+    text = _rows(config, tokenizer, text_protocol, whole=data is not None and records == "text")
     identity = {
         "protocol": dataclasses.asdict(protocol),
         "text_protocol": dataclasses.asdict(text_protocol),
@@ -195,6 +190,20 @@ def evaluate(
     return record
 
 
+def _given_data(config: DataConfig, source: str, format: str, text_column: str, records: Records) -> DataConfig:
+    """`config` with other data, all of it to evaluate; what a run says about examples holds for its own kind only."""
+    changes: dict[str, Any] = {
+        "source": source, "format": format, "text_column": text_column, "records": records, "name": None,
+        "split": "train", "streaming": False, "validation_source": None if records == "text" else source,
+        "validation_split": None, "validation_rows": None,
+    }  # fmt: skip
+    if records != config.records:
+        changes = {**{f.name: f.default for f in dataclasses.fields(ExampleConfig)}, **changes}
+    if records != "text" and config.packing == "stream":
+        changes["packing"] = "none"
+    return dataclasses.replace(config, **changes)
+
+
 def _rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, protocol: TextProtocol, whole: bool
 ) -> EvaluationRows:
@@ -204,8 +213,8 @@ def _rows(
     same = TextProtocol(packing=protocol.packing, seq_len=protocol.seq_len, rows=protocol.rows)
     if protocol != same:
         raise ValueError(
-            "stride, bos, eos, document_eos and detokenizer are for plain text: what this run held out are examples, "
-            "or were streamed; give --data"
+            "stride, bos, eos, document_eos and detokenizer are for plain text, not for examples, nor for text that "
+            "was streamed: give plain text with --data"
         )
     config = dataclasses.replace(
         config, packing=protocol.packing, seq_len=protocol.seq_len, validation_rows=protocol.rows
