@@ -23,11 +23,12 @@ from mdlm.samplers.constrain import Regex, as_regex
 from mdlm.samplers.delimiters import with_token_ids
 from mdlm.samplers.driver import Frame, Run, row_keys
 from mdlm.samplers.guidance import Guided
+from mdlm.samplers.ngrams import DistinctNgrams, NoRepeatNgram
 from mdlm.samplers.presets import build_strategy
 from mdlm.samplers.prompts import check_length, check_tokenizer, to_canvas
 from mdlm.samplers.scores import DeferEos
 from mdlm.samplers.stop import EosStop
-from mdlm.samplers.strategy import Strategy, Transform
+from mdlm.samplers.strategy import InTurn, Strategy, Transform
 from mdlm.samplers.traits import is_exchangeable, reads_scores, replaces_tokens
 from mdlm.samplers.transforms import OncePerStep, RepetitionPenalty, SuppressAtStart, SuppressTokens
 
@@ -75,6 +76,7 @@ def generate(
     suppress_tokens: Sequence[int] = (),
     begin_suppress_tokens: Sequence[int] = (),
     repetition_penalty: float = 1.0,
+    no_repeat_ngram: int = 0,
     guidance: float = 0.0,
     cache: CacheName | None = None,
     regex: str | Regex | None = None,
@@ -107,6 +109,8 @@ def generate(
         begin_suppress_tokens: ids that are never written first.
         repetition_penalty: divides the probability of tokens that the row holds already, prompt included; tokens
             written in the same step count (see `OncePerStep`). 1: none.
+        no_repeat_ngram: no run of so many tokens is written that the row, prompt included, holds already; tokens
+            written in the same step count (see `ngrams.py`). 0: none.
         guidance: strength of classifier-free guidance by the prompt (see `Guided`); 0: none. Doubles the evaluations.
         regex: a regular expression that the text of each answer matches as a whole, up to its end-of-sequence token
             (see `token_automaton`, `Constraint`). Needs the tokenizer and the extra `constrain`. Its automaton takes
@@ -137,6 +141,7 @@ def generate(
         "suppress_tokens": suppress_tokens,
         "begin_suppress_tokens": begin_suppress_tokens,
         "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram": no_repeat_ngram,
         "guidance": guidance,
         "cache": cache,
         "regex": regex,
@@ -169,6 +174,7 @@ def stream(
     suppress_tokens: Sequence[int] = (),
     begin_suppress_tokens: Sequence[int] = (),
     repetition_penalty: float = 1.0,
+    no_repeat_ngram: int = 0,
     guidance: float = 0.0,
     cache: CacheName | None = None,
     regex: str | Regex | None = None,
@@ -196,6 +202,7 @@ def stream(
         "suppress_tokens": suppress_tokens,
         "begin_suppress_tokens": begin_suppress_tokens,
         "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram": no_repeat_ngram,
         "guidance": guidance,
         "cache": cache,
         "regex": regex,
@@ -230,6 +237,7 @@ def _plan(
     suppress_tokens: Sequence[int],
     begin_suppress_tokens: Sequence[int],
     repetition_penalty: float,
+    no_repeat_ngram: int,
     guidance: float,
     cache: str | None,
     regex: str | Regex | None,
@@ -257,7 +265,7 @@ def _plan(
     _check_ids((*ends, *suppress_tokens, *begin_suppress_tokens), denoiser)
     built = _with_eos(with_token_ids(built, tokenizer), eos, ends, draw)
     banned = (*suppress_tokens, *ends) if eos == "ban" else tuple(suppress_tokens)
-    built = _with_transforms(built, repetition_penalty, banned, tuple(begin_suppress_tokens))
+    built = _with_transforms(built, repetition_penalty, no_repeat_ngram, banned, tuple(begin_suppress_tokens))
     if regex is not None:
         closing = ends if eos in ("stop", "defer") else ()
         expression = as_regex(regex, tokenizer)
@@ -321,22 +329,30 @@ def _check_ids(tokens: tuple[int, ...], denoiser: Denoiser) -> None:
 
 
 def _with_transforms(
-    strategy: Strategy, repetition_penalty: float, suppress: tuple[int, ...], at_start: tuple[int, ...]
+    strategy: Strategy,
+    repetition_penalty: float,
+    no_repeat_ngram: int,
+    suppress: tuple[int, ...],
+    at_start: tuple[int, ...],
 ) -> Strategy:
     """The strategy's own transforms, then these; see `transforms.py` for the order."""
     transforms: list[Transform] = []
+    admissions = [] if strategy.admit is None else [strategy.admit]
+    for name, given in (("repetition_penalty", repetition_penalty != 1), ("no_repeat_ngram", no_repeat_ngram != 0)):
+        if given and replaces_tokens(strategy.revise):
+            raise ValueError(f"{name} looks at commits, but this strategy also edits written tokens; leave it out")
     if repetition_penalty != 1:
-        if replaces_tokens(strategy.revise):
-            raise ValueError(
-                "repetition_penalty looks at commits, but this strategy also edits written tokens; leave it out"
-            )
         transforms.append(RepetitionPenalty(repetition_penalty))
-        strategy = dataclasses.replace(strategy, admit=OncePerStep())
+        admissions.append(OncePerStep())
+    if no_repeat_ngram != 0:
+        transforms.append(NoRepeatNgram(no_repeat_ngram))
+        admissions.append(DistinctNgrams(no_repeat_ngram))
     if suppress:
         transforms.append(SuppressTokens(suppress))
     if at_start:
         transforms.append(SuppressAtStart(at_start))
-    return dataclasses.replace(strategy, transforms=(*strategy.transforms, *transforms))
+    admit = admissions[0] if len(admissions) == 1 else InTurn(tuple(admissions)) if admissions else None
+    return dataclasses.replace(strategy, transforms=(*strategy.transforms, *transforms), admit=admit)
 
 
 def _with_eos(strategy: Strategy, eos: str, ends: tuple[int, ...], draw: str | None) -> Strategy:

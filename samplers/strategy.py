@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
@@ -27,6 +28,27 @@ Admission = Callable[
 ]
 """Which of one step's commits are written, after their tokens are drawn: from the step, and row, position, token and
 log-probability of each commit. It keeps at least one commit of every row; the others stay undecided."""
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Admissions one after the other, each of what those before it have left."""
+
+    admissions: tuple[Admission, ...]
+
+    def __call__(
+        self,
+        step: Step,
+        row: Int64[Tensor, " rows"],
+        position: Int64[Tensor, " rows"],
+        tokens: Int64[Tensor, " rows"],
+        log_probs: Float[Tensor, " rows"],
+    ) -> Bool[Tensor, " rows"]:
+        """See `Admission`."""
+        stay = torch.ones_like(row, dtype=torch.bool)
+        for admit in self.admissions:
+            stay[stay.clone()] = admit(step, row[stay], position[stay], tokens[stay], log_probs[stay])
+        return stay
 
 
 @dataclass(frozen=True)

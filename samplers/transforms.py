@@ -1,8 +1,9 @@
 """Transforms of log-probabilities before anything is scored or drawn. The driver normalises afterwards.
 
 What reaches them is the `Denoiser`'s answer, shifted and without the mask id, after guidance. `generate` appends them
-to the strategy's own in this order: repetition penalty, suppressed tokens, tokens suppressed at the start; a constraint
-(`constrain.py`) comes last. So a penalty never brings back what is suppressed. Read next: `scores.py`.
+to the strategy's own in this order: repetition penalty, repeated runs (`ngrams.py`), suppressed tokens, tokens
+suppressed at the start; a constraint (`constrain.py`) comes last. So a penalty never brings back what is suppressed.
+Read next: `scores.py`.
 """
 
 from __future__ import annotations
