@@ -19,6 +19,7 @@ from mdlm.config import MDLMConfig
 from mdlm.data import Batch
 from mdlm.denoiser import FunctionDenoiser, ModelDenoiser
 from mdlm.eval.likelihood import NelboProtocol, accumulate, merge, nelbo
+from mdlm.eval.likelihood_block import block_noise
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.objective import ObjectiveConfig
 
@@ -70,6 +71,18 @@ def test_neither_batches_nor_processes_change_the_number() -> None:
     again = merge([accumulate(denoiser, share, protocol) for share in shares]).result()
     assert again.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-12)
     assert again.standard_error == pytest.approx(whole.standard_error, rel=1e-9)
+
+
+def test_levels_are_spread_over_all_blocks_of_a_group_of_rows_and_their_samples() -> None:
+    """4 rows of 2 blocks of 8 tokens: every number of masks comes up once, over 2 samples twice."""
+    ids = torch.ones(8, 16, dtype=torch.long)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(8, 16))
+    for samples in (1, 2):
+        protocol = NelboProtocol(block_size=8, samples=samples)
+        masked = torch.stack([block_noise(protocol, batch, sample, MASK)[0] for sample in range(samples)])
+        counts = masked.view(samples, 2, 4 * 2, 8).sum(-1).transpose(0, 1).flatten(1)  # [group, blocks and samples]
+        expected = torch.arange(1, 9).repeat_interleave(samples)
+        assert torch.equal(counts.sort(dim=1).values, expected.expand(2, -1))
 
 
 # --- a source whose probabilities are known: a Markov chain of six symbols ----------------------------------------
