@@ -373,9 +373,12 @@ def test_the_documentation_has_a_row_for_every_preset() -> None:
             assert preset.optimizer == "sgd" or rows[name][5].split(",")[1].strip() == f"{preset.momentum:g}", name
 
 
-def test_the_dense_phase_is_plain_training_and_publishes_the_weights(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ema", [0.9, None])
+def test_the_dense_phase_is_plain_training_and_publishes_the_weights(
+    texts: Path, tmp_path: Path, ema: float | None
+) -> None:
     """Until `start_step` the anchors are the initial weights, which nobody wants to see or save."""
-    options = {"validation__every": 2, "checkpoint__every": 3, "checkpoint__keep_last": 9, "train__ema": 0.9}
+    options = {"validation__every": 2, "checkpoint__every": 3, "checkpoint__keep_last": 9, "train__ema": ema}
     plain = run(texts, tmp_path / "plain", **options).parent
     outer = run(
         texts, tmp_path / "outer", outer__preset="diloco", outer__every=3, outer__start_step=5, **options
