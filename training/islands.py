@@ -245,7 +245,7 @@ class Islands:
             listed = "; ".join(f"{key} of island {i}" for i, key in other[:5])
             raise ValueError(
                 f"the islands would never agree: {listed} differ(s) from island 0's; start all of them with the same "
-                "options, data, tokenizer and initial weights"
+                "options, tokenizer and initial weights"
             )
 
     def save(self, folder: Path) -> None:
