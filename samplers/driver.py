@@ -156,6 +156,8 @@ class Run:
         step = self._look()
         commit = self._choose(step)
         commit = self._write(step, commit)
+        for observer in self.strategy.observers:
+            observer(step, commit)
         if self.strategy.revise is not None:
             self._revise(step, commit)
         if self._top_tokens.shape[-1]:

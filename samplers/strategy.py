@@ -12,6 +12,7 @@ from torch import Tensor
 from mdlm.samplers.cache import CachePolicy, NoCache
 from mdlm.samplers.constrain import Constraint
 from mdlm.samplers.draw import Draw
+from mdlm.samplers.observe import Observer
 from mdlm.samplers.revise import Reviser
 from mdlm.samplers.scores import Scorer, probability
 from mdlm.samplers.select import Selector, TopK
@@ -56,7 +57,7 @@ class Strategy:
     """How a canvas is unmasked; see the module of each kind.
 
     A step runs them in this order: window, forward (through the cache), transforms, constraint (the marginals given
-    it), draw (if before selection), score, select, draw (if after), admit, commit, revise, stop.
+    it), draw (if before selection), score, select, draw (if after), admit, commit, observers, revise, stop.
     """
 
     score: Scorer = probability
@@ -69,3 +70,4 @@ class Strategy:
     transforms: tuple[Transform, ...] = ()
     stop: tuple[StopRule, ...] = ()
     cache: CachePolicy = field(default_factory=NoCache)
+    observers: tuple[Observer, ...] = ()
