@@ -26,11 +26,9 @@ from mdlm.load import load_model
 
 DEFAULT_SOURCES = ["markov", "noisy_copy", "parity", "templates", "dyck", "sudoku"]
 JUDGED_BY_KL = {"markov", "hmm", "noisy_copy", "templates"}
-"""Sources of which no strategy draws an impossible sequence: judged by `kl`, which has less noise than the gap and no
-sign. The others by the share of impossible sequences; their gap is of the possible ones only, and 0 where all are
-equally likely."""
-NEVER_IMPOSSIBLE = {"markov", "hmm", "noisy_copy"}
-"""Of these nobody draws an impossible sequence, not even a model that gives mass to what cannot be."""
+"""Sources of which no strategy draws an impossible sequence with the oracle, and hardly one with a model: judged by
+`kl`, which has less noise than the gap and no sign. The others by the share of impossible sequences; their gap is of
+the possible ones only, and 0 where all are equally likely."""
 
 POINTS = "points.jsonl"
 GOOD_KL, GOOD_SHARE = 0.02, 0.05
@@ -147,12 +145,11 @@ def measured(
         truth = Truth.of(source, samples, len(seeds))
         denoiser = _denoiser(source, settings, trained)
         exact = denoiser is source
-        by_kl = name in (JUDGED_BY_KL if trained is None else NEVER_IMPOSSIBLE)
         about = {
             "source": name,
             "length": source.length,
             "entropy": source.entropy(),
-            "judged_by": "kl" if by_kl else "impossible",
+            "judged_by": "kl" if name in JUDGED_BY_KL else "impossible",
         }
         head = {"kind": "truth", **about, "entropy_error": source.entropy_error, **truth.values}
         if _key(head) not in done:

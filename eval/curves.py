@@ -147,6 +147,8 @@ def draw_samples(
 
 # What is measured of samples. Every value is a mean over rows, so that one set of resampling weights serves them all.
 
+KL_POSSIBLE = 0.9
+"""Least share of possible sequences of which a divergence says something (a model gives mass to what cannot be)."""
 RARE = 0.01
 """A step of a sequence is rare if its symbol has less than this probability given what stands before it."""
 
@@ -202,7 +204,8 @@ def measure(
     `drawn`: each row's sum of the log-probabilities under which its tokens were drawn. Then `kl` is the mean of that
     minus log p: the divergence of how the row was drawn from the same order of positions with exact conditionals, by
     the chain rule at least KL(strategy || source). It is 0 in every single row where one token is drawn a step, so it
-    has far less noise than the gap. None if a sequence is impossible.
+    has far less noise than the gap. Like the gap it is over the possible sequences; None if fewer than `KL_POSSIBLE`
+    are.
     """
     source = truth.source
     steps = source.step_log_probs(x)
@@ -226,8 +229,8 @@ def measure(
         **{name: weights @ cost.double() / n for name, cost in (costs or {}).items()},
     }
     record: dict[str, Any] = {"kl": None}
-    if drawn is not None and bool(possible.all()):
-        values["kl"] = weights @ (drawn + nats) / n
+    if drawn is not None and float(possible.mean()) >= KL_POSSIBLE:
+        values["kl"] = weights @ torch.where(possible > 0, drawn + nats, 0.0) / kept
     for name, value in values.items():
         record[name] = _finite(value[0])
         if resamples:

@@ -110,6 +110,11 @@ def test_measures_of_given_sequences_by_hand() -> None:
     assert got["far_pair_tv"] == pytest.approx((abs(2 / 8 - 1) + 1 / 8 + 1 / 8 + 4 / 8) / 2)
     assert got["distinct_4"] == 1.0
     assert measure(truth, x[[0, 0, 3, 3]], [2, 2])["distinct_4"] == 0.5
+    drawn = torch.tensor([-1.0, -2.0, -3.0, -4.0]).double()
+    assert measure(truth, x, [4], drawn=drawn)["kl"] is None  # a quarter cannot be
+    often = [0] * 6 + [1, 3, 2, 0]  # one in ten
+    some = measure(truth, x[often], [10], drawn=drawn[often])
+    assert some["kl"] == pytest.approx(sum(float(drawn[i]) + nats[min(i, 2)] for i in often if i != 2) / 9)
     nothing = measure(truth, x[[2]], [1], resamples=10)
     assert (nothing["gap"], nothing["gap_low"], nothing["possible"]) == (None, None, 0.0)
 
