@@ -66,7 +66,7 @@ class Worker:
     def __init__(self, compress: CompressConfig, network: Network, number: int, plain: Any = refuse, **o: Any) -> None:
         self.number = number
         self.parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-        config = OuterConfig(every=1, compress=compress, **o)
+        config = OuterConfig(engine="gradients", every=1, compress=compress, **o)
         self.link = Link(network, number)
         self.exchange = exchange(config, self.link)
         self.hook = CompressedGradients(self.parameters, config, self.exchange, plain)

@@ -24,7 +24,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from mdlm.training.compress import codec
-from mdlm.training.exchange import Merged, Message, measure
+from mdlm.training.exchange import Merged, Message, measure, unmeasured
 from mdlm.training.feedback import ErrorFeedback
 from mdlm.training.fragments import Fragment, Piece
 from mdlm.training.merge import combine, decide, gram, needs_gram, pair_of
@@ -113,7 +113,7 @@ class _Background:
         weight = self.inside.minimum(message.weight if finite else 0.0)
         delta = message.delta if weight > 0 else torch.zeros_like(message.delta)
         values = self.feedback.meant(memory.get("push"), delta)
-        return _Part(values, weight, float(values.to(torch.float64).square().sum()))
+        return _Part(values, weight, float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2)
 
 
 @dataclass
@@ -180,7 +180,10 @@ class IslandExchange(_Background):
         heard = result.coefficients != 0
         rolled_back = tuple(i for i, p in enumerate(message.pieces) if not bool(heard[i].any()) and p.stop > p.start)
         contributors = heard.any(0).nonzero().flatten().tolist()
-        stats = measure(message, result.merged, result.norms, contributors, line.bytes_sent)
+        if self.config.engine == "gradients":
+            stats = unmeasured(result.norms, contributors, line.bytes_sent)
+        else:
+            stats = measure(message, result.merged, result.norms, contributors, line.bytes_sent)
         return Merged(result.merged, rolled_back, share, stats), after
 
     def scattered(self, pieces: Fragment, part: _Part, memory: Memory, line: Line) -> _Result:
