@@ -125,7 +125,7 @@ def nll_and_gradient_(
     """The rows' nll; with `weight`, the gradient of the weighted sum is written over the logits."""
     exact = compute_dtype(logits.dtype)
     nll = torch.empty(len(targets), dtype=exact, device=logits.device)
-    for rows in _chunks(*logits.shape, _IN_CACHE.get(logits.device.type, _IN_CACHE_ELSEWHERE)):
+    for rows in _chunks(len(targets), logits.shape[1], _IN_CACHE.get(logits.device.type, _IN_CACHE_ELSEWHERE)):
         target = targets[rows, None]
         x = logits[rows].to(exact, copy=True)
         x[:, mask_token_id] = -torch.inf
