@@ -226,6 +226,33 @@ def test_every_preset_between_islands_trains_and_resumes_in_mid_round(texts: Pat
         assert all(torch.equal(published[0][name], published[1][name]) for name in published[0]), preset
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shards_resume_with_messages_in_flight_and_agree_on_penalties(texts: Path, tmp_path: Path) -> None:
+    """FSDP2, 2 x 2 processes: streaming in 4 bits with residuals per shard; EDiT, whose norms are sums over shards."""
+    streaming = {
+        **ROUNDS, "outer__preset": "streaming", "outer__fragments": 2, "outer__every": 4, "outer__start_step": 1,
+        "outer__compress__feedback": "classic", "checkpoint__every": 3, "train__steps": 9,
+    }  # fmt: skip
+    edit = {**ROUNDS, "outer__preset": "edit", "outer__every": 3, "outer__merge__clip": 0.05}
+    runs = [
+        arguments(texts, tmp_path / "streaming", **streaming),
+        arguments(texts, tmp_path / "resumed", resume=tmp_path / "streaming" / "checkpoint-6", **streaming),
+        arguments(texts, tmp_path / "sharded", **edit),
+        arguments(texts, tmp_path / "replicated", **edit),
+    ]
+    plans = [plan(o, port, fsdp=number < 3) for number, (o, port) in enumerate(zip(runs, free_ports(4)))]
+    (tmp_path / "plan.json").write_text(json.dumps(plans))
+    process = start([*LAUNCH, str(WORKER), str(tmp_path / "plan.json"), str(tmp_path)])
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output
+    assert [r["error"] for process in range(4) for r in reports(tmp_path, process).values()] == [None] * 16
+    for island in ("", "island-1"):
+        assert_same(*(tmp_path / name / island / "checkpoint-9" for name in ("streaming", "resumed")))
+    shards, replicas = (model_weights(tmp_path / name / "checkpoint-8") for name in ("sharded", "replicated"))
+    assert max((shards[name] - replicas[name]).abs().max() for name in replicas) < 2e-6
+
+
 def _launch_per_island(folder: Path, plans: list[dict[str, Any]], islands: list[int], first: int) -> list[Any]:
     (folder / "plan.json").write_text(json.dumps(plans))
     command = [sys.executable, str(WORKER), str(folder / "plan.json"), str(folder), str(first)]
