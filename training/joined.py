@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mdlm.training.exchange import Exchange, Merged, Message
-from mdlm.training.links import Links, minimum_in, total_in
+from mdlm.training.links import IslandLost, Links, minimum_in, total_in
 from mdlm.training.outer import OuterStep
 from mdlm.training.outer_config import OuterConfig
 from mdlm.training.packets import parse_address
@@ -62,7 +62,7 @@ class Joined:
             problem = error
         failed = torch.tensor(float(problem is not None), device=self.team.device)
         if self.team.all_reduce(failed, largest=True).item():
-            raise problem or RuntimeError("the exchange of another process of this island failed")
+            raise problem or IslandLost("the exchange of another process of this island failed; it says why")
         if self.sharded or self.team.size == 1:
             assert merged is not None
             return merged
