@@ -120,6 +120,8 @@ def test_the_recipe_stopped_and_resumed_is_the_recipe_in_one_piece(texts: Path, 
     whole = run(tmp_path / "whole")
     assert whole is not None
     assert records(tmp_path / "whole", "noise_range")[0]["step"] == 2
+    assert all(math.isfinite(line["loss"]) for line in records(tmp_path / "whole", "train"))
+    assert [line["step"] for line in records(tmp_path / "whole", "validation")] == [2, 4]
     shutil.copytree(whole.parent / "checkpoint-2", tmp_path / "pieces" / "checkpoint-2")
     resumed = run(tmp_path / "pieces", resume="auto")
     assert resumed is not None
