@@ -21,7 +21,6 @@ from mdlm.eval.harness_text import (
     UntilStop,
     Wish,
     cut,
-    decode,
     encode,
     encode_pair,
     end_ids,
@@ -29,6 +28,7 @@ from mdlm.eval.harness_text import (
 )
 from mdlm.samplers.generate import generate
 from mdlm.samplers.presets import build_strategy
+from mdlm.samplers.prompts import decode_after
 
 Ids = list[int]
 
@@ -197,7 +197,7 @@ class Worker:
         records = []
         for i, job in enumerate(jobs):
             ids = out.tokens[i][len(job.prompt) :].tolist()
-            text = decode(self.tokenizer, job.prompt, ids[:-1] if out.finish[i] == "eos" else ids)
+            text = decode_after(self.tokenizer, job.prompt, ids[:-1] if out.finish[i] == "eos" else ids)
             counts = {name: int(getattr(out, name)[i]) for name in ("nfe", "forwards", "tokens_fed", "new_tokens")}
             records.append({"text": cut(text, wish.until), "finish": out.finish[i], **counts})
         return records

@@ -14,13 +14,13 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mdlm.samplers.prompts import decode_after
 from mdlm.samplers.state import State
 
 Ids = list[int]
 DEFAULT_NEW_TOKENS = 256
 """As in lm-eval's own models, where neither the task nor the caller says a length."""
 
-_NEAR = 4  # tokens of the prompt that are decoded with its continuation
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -106,20 +106,6 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, until: Sequence[str]) -> tuple[i
     return tuple(found)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Text of `ids` without special tokens, exactly as they spell it behind the tokens `before`.
-
-    Alone, the first token of a SentencePiece tokenizer would lose its space, and code its first indentation.
-    """
-
-    def text(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    near = list(before)[-_NEAR:]
-    start, whole = text(near), text([*near, *ids])
-    return whole[len(start) :] if whole.startswith(start) else text(ids)  # a character half in the prompt
-
-
 def cut(text: str, until: Sequence[str]) -> str:
     """The text before the first of the `until` strings."""
     ends = [place for place in (text.find(stop) for stop in until) if place >= 0]
@@ -146,7 +132,7 @@ class UntilStop:
         for row, (start, hole) in enumerate(zip(state.origin.tolist(), holes)):
             if hole > start:
                 ids = state.tokens[row, :hole].tolist()
-                text = decode(self.tokenizer, ids[:start], ids[start:])
+                text = decode_after(self.tokenizer, ids[:start], ids[start:])
                 if any(stop in text for stop in self.until):
                     ends[row] = hole
         return ends

@@ -48,8 +48,15 @@ def with_own_blocks(protocol: NelboProtocol, denoiser: Denoiser) -> NelboProtoco
     """`protocol` with the denoiser's own blocks, where it does not say any.
 
     The masks of a whole row would show such a model a noised past, which it was never trained on. Raises ValueError
-    where the protocol names blocks that the denoiser does not have.
+    where the protocol names blocks that the denoiser does not have, or a network with blocks cannot take [x_t ; x_0].
     """
+    inner = getattr(denoiser, "model", None)
+    hidden = getattr(getattr(inner, "shape", inner), "block_size", None)
+    if not isinstance(denoiser, BlockDenoiser) and hidden is not None:
+        raise ValueError(
+            f"{type(inner).__name__} has blocks of {hidden}, but no forward over noised and clean text, which the "
+            "likelihood of a model with blocks needs; convert it to MDLMForMaskedLM where its format allows"
+        )
     own = denoiser.block_size if isinstance(denoiser, BlockDenoiser) else None
     if protocol.block_size is None:
         return protocol if own is None else replace(protocol, block_size=own)

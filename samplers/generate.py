@@ -25,7 +25,7 @@ from mdlm.samplers.driver import Frame, Run, row_keys
 from mdlm.samplers.guidance import Guided
 from mdlm.samplers.ngrams import DistinctNgrams, NoRepeatNgram
 from mdlm.samplers.presets import build_strategy
-from mdlm.samplers.prompts import check_length, check_tokenizer, to_canvas
+from mdlm.samplers.prompts import check_length, check_tokenizer, decode_after, to_canvas
 from mdlm.samplers.scores import DeferEos
 from mdlm.samplers.stop import EosStop
 from mdlm.samplers.strategy import InTurn, Strategy, Transform
@@ -384,8 +384,10 @@ def _result(plan: Plan, frame: Frame, finish: list[str]) -> Generation:
     steps = [row[:end].cpu() for row, end in zip(frame.step_map, ends)]
     text = [""] * len(tokens)
     if plan.tokenizer is not None:
+        given = [0 if plan.whole_text else int((step < 0).cumprod(0).sum()) for step in steps]
         shown = tokens if plan.whole_text else [row[step >= 0] for row, step in zip(tokens, steps)]
-        text = plan.tokenizer.batch_decode([row.tolist() for row in shown], skip_special_tokens=True)
+        parts = zip(tokens, given, shown)
+        text = [decode_after(plan.tokenizer, row[:n].tolist(), new.tolist()) for row, n, new in parts]
     return Generation(
         tokens=tokens,
         text=text,

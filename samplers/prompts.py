@@ -1,5 +1,6 @@
-"""From what a caller has (text, chats, token ids, a canvas) to the `Canvas` that is to be written. Read next:
-`canvas.py`."""
+"""From what a caller has (text, chats, token ids, a canvas) to the `Canvas` that is to be written, and back to text.
+
+Read next: `canvas.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mdlm.samplers.canvas import Canvas
+
+_NEAR = 4  # tokens of the prompt that are decoded with its continuation
 
 
 def check_length(model: Any, canvas: Canvas) -> None:
@@ -67,6 +70,20 @@ def _row(tokenizer: PreTrainedTokenizerBase | None, number: int, prompt: Any) ->
     if tokenizer.chat_template is None:
         raise ValueError(f"prompt {number} is a chat, but the tokenizer has no chat template; set one or give text")
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Text of `ids` without special tokens, exactly as they spell it behind the tokens `before`.
+
+    Alone, the first token of a SentencePiece tokenizer would lose its space, and code its first indentation.
+    """
+
+    def text(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    near = list(before)[-_NEAR:]
+    start, whole = text(near), text([*near, *ids])
+    return whole[len(start) :] if whole.startswith(start) else text(ids)  # a character half in the prompt
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, mask_token_id: int) -> None:

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mdlm.data import Batch
 from mdlm.dit import load_dit
+from mdlm.eval.likelihood import nelbo
 from mdlm.load import load_model
 from mdlm.samplers.generate import generate
 
@@ -171,3 +173,14 @@ def test_load_model_points_to_the_right_loader(name: str, tmp_path: Path) -> Non
     make_dit(tmp_path / "src", name)
     with pytest.raises(ValueError, match=r"LayerNorm and a time input.*mdlm\.dit\.load_dit"):
         load_model(tmp_path / "src")
+
+
+def test_the_likelihood_of_a_network_with_blocks_is_not_made_from_a_noised_past(tmp_path: Path) -> None:
+    """Masks over the whole row show later blocks a noised past, which BD3-LM was never trained on: not its NELBO."""
+    for name in CONFIGS:
+        make_dit(tmp_path / name, name)
+    ids = torch.randint(0, MASK, (4, 12), generator=torch.Generator().manual_seed(1))
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), torch.arange(4))
+    assert math.isfinite(nelbo(load_dit(tmp_path / "mdlm", MASK), [batch]).nats_per_token)
+    with pytest.raises(ValueError, match="has blocks of 4, but no forward over noised and clean text"):
+        nelbo(load_dit(tmp_path / "bd3lm", MASK), [batch])

@@ -239,6 +239,7 @@ def test_the_first_indentation_of_code_is_not_lost() -> None:
     assert spaced.decode([4, 5, 6]) == " return x"  # what is lost without the prompt in front
     assert lm.generate_until([generation("def f:", max_gen_toks=4)]) == ["  return x"]
     assert lm.generate_until([generation("def f:", max_gen_toks=4, until=["  return"])]) == [""]
+    assert generate(coder, spaced, "def f:", max_new_tokens=4, temperature=0.0).text == ["  return x"]
 
 
 def test_special_tokens_stop_too_and_do_not_show() -> None:
