@@ -67,9 +67,10 @@ def load_model(
     A folder in a public format (LLaDA, Dream, ...: `mdlm/formats.py`) is converted while it is loaded. An adapter is
     merged into its base (`mdlm/adapter.py`).
 
-    Raises ValueError for a folder that is no checkpoint, an unknown dtype, a tokenizer that does not fit the model.
+    Raises ValueError for a folder that is no checkpoint or holds not exactly the model's weights, an unknown dtype, a
+    tokenizer that does not fit the model.
     """
-    from mdlm.convert import is_public, load_public
+    from mdlm.convert import is_public, load_public, open_checkpoint
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -85,6 +86,7 @@ def load_model(
         merge_into(model, folder / ADAPTER_FOLDER, base)
         torch.nn.Module.to(model, DTYPES[dtype])
     else:
+        open_checkpoint(folder)  # transformers would draw missing weights at random
         with without_progress_bars():
             model = MDLMForMaskedLM.from_pretrained(folder, dtype=DTYPES[dtype])
     check_vocab(tokenizer, model.config)

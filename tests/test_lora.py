@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from public_folders import make_folder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_sft import RUN, pairs
 from test_training_processes import LAUNCH, launch
 from training_runs import DEFAULTS, arguments, assert_same, configure, fresh_accelerate, records, tensors
@@ -245,6 +245,32 @@ def test_weights_that_are_not_finite_are_refused(base, data, tmp_path):
     tokenizer.save_pretrained(tmp_path / "bad")
     with pytest.raises(ValueError, match="1 weights are not finite"):
         start(tuned(data, tmp_path / "run", tmp_path / "bad"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("cut", r"model\.safetensors is damaged or was not copied to its end"),
+        ("name", r"(?s)norm\.weight \[32\] is missing.*norm\.scale \[32\] is not a tensor of this format"),
+        ("shape", r"norm\.weight has shape \[31\]; the configuration says \[32\]"),
+    ],
+)
+def test_a_folder_of_ours_without_all_its_weights_is_refused(base, data, tmp_path, damage, message):
+    """transformers would draw what is missing at random, and say so in a table."""
+    bad = tmp_path / "bad"
+    shutil.copytree(base, bad)
+    file = bad / "model.safetensors"
+    weights = load_file(file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        norm = weights.pop("model.norm.weight")
+        weights["model.norm." + ("scale" if damage == "name" else "weight")] = norm[: 32 if damage == "name" else 31]
+        save_file({name: tensor.clone() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load_model(bad, device="cpu")
+    with pytest.raises(ValueError, match=message):
+        start(tuned(data, tmp_path / "run", bad))
 
 
 def test_the_recipe_runs_on_a_model_in_llada_format(

@@ -91,13 +91,15 @@ def _public_tokenizer(source: str | Path, config: TrainConfig) -> PreTrainedToke
 def _stored_model(config: TrainConfig, source: str | Path, resumed: bool) -> MDLMForMaskedLM:
     """The model in a folder, ours or public, in float32; as stored, if it is to be quantised.
 
-    Raises ValueError for weights that are not finite.
+    Raises ValueError for weights that are not finite, or not exactly those of the model.
     """
     attention = config.model.attn_implementation
     if has_adapter(Path(source)):
         raise ValueError(f"--model.init_from {source} holds an adapter, not a model: make one of it with `mdlm merge`")
     dtype: torch.dtype | str = torch.float32 if config.lora.quantize is None else "auto"
     said = {} if resumed else _said(config, source)
+    if Path(source).is_dir() and not _is_public(source):
+        open_checkpoint(source)  # transformers would draw missing weights at random
     model = MDLMForMaskedLM.from_pretrained(source, dtype=dtype, attn_implementation=attention, **said)
     check_finite(model, source)
     return model.train()
