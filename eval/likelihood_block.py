@@ -44,20 +44,27 @@ class BlockDenoiser(Protocol):
         """As `Denoiser.__call__`, but what `tokens` masks in earlier blocks is read from `clean`."""
 
 
+def blocks_of(denoiser: Denoiser) -> int | None:
+    """Length of the blocks of the network behind a denoiser, whether or not it takes [x_t ; x_0]; None: no blocks."""
+    if isinstance(denoiser, BlockDenoiser):
+        return denoiser.block_size
+    inner = getattr(denoiser, "model", None)
+    found: int | None = getattr(getattr(inner, "shape", inner), "block_size", None)
+    return found
+
+
 def with_own_blocks(protocol: NelboProtocol, denoiser: Denoiser) -> NelboProtocol:
     """`protocol` with the denoiser's own blocks, where it does not say any.
 
     The masks of a whole row would show such a model a noised past, which it was never trained on. Raises ValueError
     where the protocol names blocks that the denoiser does not have, or a network with blocks cannot take [x_t ; x_0].
     """
-    inner = getattr(denoiser, "model", None)
-    hidden = getattr(getattr(inner, "shape", inner), "block_size", None)
-    if not isinstance(denoiser, BlockDenoiser) and hidden is not None:
+    own = blocks_of(denoiser)
+    if not isinstance(denoiser, BlockDenoiser) and own is not None:
         raise ValueError(
-            f"{type(inner).__name__} has blocks of {hidden}, but no forward over noised and clean text, which the "
+            f"{type(denoiser).__name__} has blocks of {own}, but no forward over noised and clean text, which the "
             "likelihood of a model with blocks needs; convert it to MDLMForMaskedLM where its format allows"
         )
-    own = denoiser.block_size if isinstance(denoiser, BlockDenoiser) else None
     if protocol.block_size is None:
         return protocol if own is None else replace(protocol, block_size=own)
     if protocol.block_size != own:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mdlm.corrupt import mask_count
 from mdlm.denoiser import Denoiser
+from mdlm.eval.likelihood_block import blocks_of
 from mdlm.samplers.guidance import guided_log_probs
 from mdlm.schedule import Linear, draw_times, exact_counts
 
@@ -84,7 +85,7 @@ def conditional(
 
     Raises:
         ValueError: no pairs, prompts and answers that do not match, an empty answer, tokens the denoiser does not know
-            or its mask token, or options out of range.
+            or its mask token, an answer in several blocks of a model that has blocks, or options out of range.
     """
     if samples < 1 or group < 1 or samples % group or batch < 1:
         raise ValueError(
@@ -152,6 +153,13 @@ def _pair(
         raise ValueError(
             f"pair {number} holds token ids from {int(ids.min())} to {int(ids.max())}; allowed are 0 .. "
             f"{denoiser.num_tokens - 1} without the mask token ({denoiser.mask_token_id}); tokenise it for this model"
+        )
+    size = blocks_of(denoiser)
+    if size is not None and len(parts[0]) // size != (len(ids) - 1) // size:
+        raise ValueError(
+            f"pair {number}: the answer, tokens {len(parts[0])} .. {len(ids) - 1}, reaches over a border of the "
+            f"model's blocks of {size}; a later block would see a masked past, which such a model was not trained on. "
+            "Give each block's part as a pair of its own, with all before it as the prompt, and sum (`mdlm eval tasks` does)"
         )
     return ids, torch.arange(len(ids)) >= len(parts[0])
 

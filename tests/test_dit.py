@@ -16,6 +16,7 @@ from torch import Tensor
 from mdlm.data import Batch
 from mdlm.dit import load_dit
 from mdlm.eval.likelihood import nelbo
+from mdlm.eval.likelihood_conditional import conditional
 from mdlm.load import load_model
 from mdlm.samplers.generate import generate
 
@@ -184,3 +185,5 @@ def test_the_likelihood_of_a_network_with_blocks_is_not_made_from_a_noised_past(
     assert math.isfinite(nelbo(load_dit(tmp_path / "mdlm", MASK), [batch]).nats_per_token)
     with pytest.raises(ValueError, match="has blocks of 4, but no forward over noised and clean text"):
         nelbo(load_dit(tmp_path / "bd3lm", MASK), [batch])
+    with pytest.raises(ValueError, match=r"pair 0: .* blocks of 4"):
+        conditional(load_dit(tmp_path / "bd3lm", MASK), [[5, 6]], [[7, 8, 9]])

@@ -183,3 +183,27 @@ def test_an_impossible_answer_has_no_likelihood() -> None:
 def test_bad_input_is_named(prompts: Any, answers: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         conditional(TABLE, prompts, answers, **options)
+
+
+def test_an_answer_in_several_blocks_is_taken_block_by_block_or_refused() -> None:
+    """Blocks of one token: the parts, summed, are the exact chain rule. Masks over several blocks are not its bound."""
+    torch.manual_seed(0)
+    sizes = MDLMConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, mask_token_id=0, pad_token_id=1,
+        eos_token_id=2, initializer_range=0.5,
+    )  # fmt: skip
+    prompt, answer = [3, 4, 5], [6, 7, 8]
+    for size, refused in ((1, True), (2, True), (4, True), (3, False), (6, False), (None, False)):
+        sizes.block_size = size
+        model = ModelDenoiser(MDLMForMaskedLM(sizes).eval())
+        if refused:
+            with pytest.raises(ValueError, match=rf"pair 0: .*tokens 3 \.\. 5, reaches over .* blocks of {size}"):
+                conditional(model, [prompt], [answer])
+        else:
+            assert math.isfinite(float(conditional(model, [prompt], [answer]).log_likelihood))
+    sizes.block_size = 1
+    model = ModelDenoiser(MDLMForMaskedLM(sizes).double().eval())
+    row = prompt + answer
+    parts = conditional(model, [row[:i] for i in (3, 4, 5)], [[row[i]] for i in (3, 4, 5)])
+    expected = [float(model(torch.tensor([[*row[:i], 0]]))[0, i, row[i]]) for i in (3, 4, 5)]
+    assert parts.log_likelihood.tolist() == pytest.approx(expected, abs=1e-12)
