@@ -27,6 +27,7 @@ from mdlm.samplers.solvers import EXACT_UNITS, Exact, Greedy, heaviest_set, matc
 from mdlm.samplers.spans import Clusters, Spans, first_of_run, tokens
 from mdlm.samplers.state import Step
 from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.traits import attention_layers
 from mdlm.samplers.windows import Blocks
 
 # --- CLAD -------------------------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ def test_dapd_equals_the_reference(seed: int, low: float, high: float) -> None:
 def test_dapd_hands_over_when_half_is_done() -> None:
     select = build_strategy("dapd", until=0.5).select
     assert isinstance(select, Relay)
-    assert select.attention_layers == 0.3
+    assert attention_layers(select) == 0.3
     early, late = torch.tensor([[True, False, False, False]]), torch.tensor([[True, True, False, False]])
     for left, expected in ((4, early), (3, early), (2, late), (1, late)):
         undecided = torch.arange(4)[None] < left
