@@ -87,8 +87,8 @@ def curves(
         raise ValueError(f"no sweep is defined for {', '.join(unknown)}; there are: {', '.join(SWEEPS)}")
     if not seeds or len(set(seeds)) != len(seeds) or samples < 2 or resamples < 1:
         raise ValueError("curves need different seeds, 2 or more samples for each, and 1 or more resamples")
-    if not sources:
-        raise ValueError("name one source or more")
+    if not sources or not names:
+        raise ValueError("name one source or more, and one strategy or more")
     for source in sources:
         NoisyOracle(build_source(source, length, source_seed), temperature, uniform, noise)
     trained = None
@@ -197,7 +197,10 @@ def _stored(path: Path, settings: Mapping[str, Any]) -> list[Record]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole, encoding="utf-8")
-    records = [json.loads(line) for line in whole.splitlines()]
+    try:
+        records = [json.loads(line) for line in whole.splitlines()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} was not written by this command ({error}); give another --output") from error
     if any(record["kind"] == "curves" and record["settings"] != dict(settings) for record in records):
         raise ValueError(f"{path} was made with other settings; give another --output")
     return [record for record in records if record["kind"] != "curves"]

@@ -226,6 +226,8 @@ def load_judge(path: str, dtype: str, device: str) -> tuple[PreTrainedModel, Pre
     except (OSError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} is no causal language model with its tokenizer: {reason}") from error
+    if not len(tokenizer):
+        raise ValueError(f"{path} holds a causal language model, but no tokenizer: save the judge's own beside it")
     judge.to(torch.device(device))  # type: ignore[arg-type]
     return judge.eval(), tokenizer
 

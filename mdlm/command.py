@@ -1,7 +1,8 @@
-"""How a function becomes a command: jsonargparse parses its signature, its ValueErrors end as one line on stderr."""
+"""How a function becomes a command: jsonargparse parses its signature, ValueErrors and Ctrl-C end as one line."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ def run_command(
 ) -> int:
     """Parse `argv` for `function`, call it, print `report(result)`: the first line to stdout, the others to stderr.
 
-    Returns the exit status: 0, or 1 where the function raised ValueError or an OSError about the user's files.
-    Arguments that cannot be parsed exit with status 2, as command lines do.
+    Returns the exit status: 0, 1 where the function raised ValueError or an OSError about the user's files, or 130
+    where it was interrupted; then a function with an argument `resume` has kept what it wrote. Arguments that cannot be
+    parsed exit with status 2, as command lines do.
     """
     from jsonargparse import auto_cli
 
@@ -25,6 +27,11 @@ def run_command(
     except (ValueError, OSError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        kept = "; what is on disk is kept, --resume true goes on with it"
+        resumable = "resume" in inspect.signature(function).parameters
+        print(f"{prog}: interrupted{kept if resumable else ''}", file=sys.stderr)
+        return 130
     for number, line in enumerate(report(result) if report else []):
         print(line, file=sys.stderr if number else sys.stdout, flush=True)
     return 0

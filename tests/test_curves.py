@@ -378,6 +378,7 @@ def test_noise_makes_the_run_that_of_a_model_that_errs(tmp_path: Path) -> None:
         (["--model", "nowhere"], "one source"),
         (["--model", "nowhere", "--sources", "[markov]"], "no such folder"),
         (["--sources", "[]"], "name one source"),
+        (["--strategies", "[]"], "one strategy or more"),
         (["--sources", "[markof]"], "did you mean 'markov'"),
         (["--strategies", "[clad]"], "no sweep is defined for clad"),
         (["--samples", "1"], "2 or more samples"),
@@ -393,3 +394,10 @@ def test_bad_input_is_one_line_on_stderr(
     error = capsys.readouterr().err
     assert error.startswith("mdlm eval curves: ")
     assert message in error
+
+
+def test_a_file_that_is_not_of_points_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "points.jsonl").write_text("no JSON\n")
+    assert run(tmp_path, "--resume", "true") == 1
+    assert "points.jsonl was not written by this command" in capsys.readouterr().err
+    assert (tmp_path / "points.jsonl").read_text() == "no JSON\n"

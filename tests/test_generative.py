@@ -185,3 +185,11 @@ def test_bad_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         read_texts(broken)
     assert command.main(["text"]) == 1
     assert "--file" in capsys.readouterr().err
+
+
+def test_a_judge_without_its_tokenizer_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers makes an empty tokenizer for some families: every text then has no token."""
+    tiny_judge().save_pretrained(tmp_path / "judge")
+    file = write(tmp_path / "samples.jsonl", [{"text": "a b"}])
+    assert command.main(["text", "--file", file, "--judge", str(tmp_path / "judge")]) == 1
+    assert "tokenizer" in capsys.readouterr().err.splitlines()[-1]

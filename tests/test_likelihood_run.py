@@ -111,6 +111,22 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_number(text: EvaluationRo
     assert unigram > 0
 
 
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = evaluate(folder, "--seq_len=16", "--batch=4", f"--progress={tmp_path / 'rows.jsonl'}")
+    monkeypatch.setattr(command, "ModelDenoiser", Stopping)
+    monkeypatch.setattr(Stopping, "left", 2)
+    assert command.main(options) == 130
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("mdlm eval: interrupted")
+    assert "--resume true" in printed.err
+    assert len(printed.err.splitlines()) == 1
+    monkeypatch.setattr(Stopping, "left", 10**9)
+    assert command.main([*options, "--resume=true"]) == 0
+
+
 def test_another_batch_size_goes_on_up_to_rounding(text: EvaluationRows, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     Stopping.left = 4
