@@ -159,7 +159,7 @@ def _pair(
         raise ValueError(
             f"pair {number}: the answer, tokens {len(parts[0])} .. {len(ids) - 1}, reaches over a border of the "
             f"model's blocks of {size}; a later block would see a masked past, which such a model was not trained on. "
-            "Give each block's part as a pair of its own, with all before it as the prompt, and sum (as `mdlm eval tasks`)"
+            "Give each block's part as a pair of its own, with all before it as the prompt, and sum"
         )
     return ids, torch.arange(len(ids)) >= len(parts[0])
 
