@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from mdlm.eval.plots import Panel, Point, panels
+from mdlm.eval.plots import Panel, Point, panels, scale_around
 from mdlm.schedule import Cosine, Linear, NoiseSchedule, Polynomial
 
 Kind = Literal["training", "traffic", "curves", "calibration", "schedules"]
@@ -121,14 +121,14 @@ def traffic_panels(paths: Sequence[Path]) -> list[Panel]:
 
 def curve_panels(paths: Sequence[Path]) -> list[Panel]:
     """Quality against evaluations, a panel per source, as `mdlm eval curves` draws them."""
-    from mdlm.eval.curve_report import POINTS, curve_series
+    from mdlm.eval.curve_report import POINTS, X_AXES, curve_series
 
     records = [record for path in paths for record in read_lines(path, POINTS)]
-    found = curve_series(records)
+    found, x_label = curve_series(records), X_AXES["nfe"]
     if not found:
         raise ValueError("there are no points of `mdlm eval curves` in these files")
     return [
-        Panel(series, heading, "evaluations per sample (NFE)", y_label, "log2", "symlog", level=level, markers=True)
+        Panel(series, heading, x_label, y_label, "log2", scale_around(level), level=level, markers=True)
         for heading, y_label, level, series in found.values()
     ]
 

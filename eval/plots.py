@@ -91,10 +91,15 @@ def band_plot(
     y_label: str,
     level: float = 0.0,
 ) -> None:
-    """One line with its band per name through (x, y, low, high), x logarithmic, y logarithmic beyond 1 around 0; a
-    dashed line at `level`. Raises as `panels` does."""
+    """One line with its band per name through (x, y, low, high), x logarithmic, y as `scale_around` says; a dashed line
+    at `level`. Raises as `panels` does."""
     ordered = {name: sorted(points) for name, points in series.items()}
-    panels([Panel(ordered, title, x_label, y_label, "log2", "symlog", level=level, markers=True)], path)
+    panels([Panel(ordered, title, x_label, y_label, "log2", scale_around(level), level=level, markers=True)], path)
+
+
+def scale_around(level: float) -> Scale:
+    """Logarithmic beyond 1 around a level of 0, for gaps of any size; linear around another, for shares."""
+    return "linear" if level else "symlog"
 
 
 def _figure(file: Path, size: tuple[float, float]) -> Any:

@@ -265,6 +265,7 @@ def test_curves_are_drawn_again_from_their_points(tmp_path: Path) -> None:
     assert markov.series == {"eb": [(2.0, 3.0, 2.9, 3.1), (8.0, 0.5, 0.4, 0.6)]}
     assert sudoku.series == {"dus": [(4.0, 0.25, 0.15, 0.35)]}
     assert (markov.level, sudoku.level) == (0.0, 1.0)
+    assert (markov.y_scale, sudoku.y_scale) == ("symlog", "linear")
     assert markov.title == "markov, length 64, 61.5 nats"
     assert ink(Path(plot("curves", [str(folder)], str(tmp_path / "c.png")))) > 0.01
 
