@@ -19,10 +19,28 @@ from mdlm.tokenization import check_vocab, load_tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def model_folder(path: str | Path) -> Path:
-    """The folder with `config.json` that `path` means: itself, or the newest checkpoint of a run.
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""What is fetched of a hub repository; files with code are not among it."""
 
-    Raises ValueError where there is neither.
+
+def hub_folder(name: str, *, download: bool) -> Path | None:
+    """The folder in `huggingface_hub`'s cache of the repository `name`; None if it cannot be had.
+
+    `download` False: only what is in the cache already, so that a mistyped path asks no network.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=not download))
+    except (OSError, ValueError):  # no such repository or no connection; no name of a repository
+        return None
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder with `config.json` that `path` means: itself, the newest checkpoint of a run, or the hub model of that
+    name, if it was downloaded before (by `--model.init_from NAME`, `from_pretrained` or `hf download`).
+
+    Raises ValueError where there is none of them.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -31,7 +49,13 @@ def model_folder(path: str | Path) -> Path:
     if checkpoints:
         return checkpoints[-1]
     if not folder.exists():
-        raise ValueError(f"{path}: there is no such folder; give a checkpoint or the output_dir of a training run")
+        cached = hub_folder(str(path), download=False)
+        if cached is not None and (cached / "config.json").is_file():
+            return cached
+        raise ValueError(
+            f"{path}: there is no such folder; give a checkpoint, the output_dir of a training run, or the name of a "
+            "hub model after `hf download NAME`"
+        )
     raise ValueError(f"{path} is not a checkpoint (no config.json in it) nor a run (no checkpoint-<step>/ in it)")
 
 

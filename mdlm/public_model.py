@@ -16,9 +16,9 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
 from mdlm.convert import is_public, load_public
+from mdlm.load import HUB_FILES
 from mdlm.modeling import MDLMForMaskedLM
 
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 _CONVERSION = ("mask_token_id", "add_mask_token", "shift_logits", "block_size")
 _OWN = ("dtype", "torch_dtype", "device_map", "attn_implementation", "subfolder")
@@ -49,7 +49,7 @@ def load_if_public(name: str | Path, model_args: tuple[Any, ...], options: Mappi
         )
     folder = Path(name)
     if not local:
-        folder = Path(snapshot_download(str(name), allow_patterns=_FILES, **_given(options, _HUB)))
+        folder = Path(snapshot_download(str(name), allow_patterns=HUB_FILES, **_given(options, _HUB)))
     dtype, device = _dtype(options), _device(options.get("device_map"))
     said = _given(options, (*_CONVERSION, "attn_implementation"))
     model, _ = load_public(folder / subfolder, dtype, device, **said)

@@ -273,6 +273,26 @@ def test_a_folder_of_ours_without_all_its_weights_is_refused(base, data, tmp_pat
         start(tuned(data, tmp_path / "run", bad))
 
 
+def test_an_adapter_beside_a_model_of_the_hub_finds_it_again(data, tmp_path, monkeypatch):
+    """The base is said by its name on the hub; it comes out of the cache, there is no network."""
+    commit, repository = "0" * 40, tmp_path / "models--org--Tiny"
+    make_folder(repository / "snapshots" / commit, "llada")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    checkpoint = train(tuned(data, tmp_path / "run", "org/Tiny", train__steps=1))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # named on a command line it asks no network
+    named, folder = (load_model(place, device="cpu")[0] for place in ("org/Tiny", repository / "snapshots" / commit))
+    assert torch.equal(logits(named), logits(folder))
+    assert not torch.equal(logits(load_model(checkpoint, device="cpu")[0]), logits(folder))
+    with pytest.raises(ValueError, match=r"org/Absent: there is no such folder; .*hf download"):
+        load_model("org/Absent", device="cpu")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"--model\.init_from org/Absent: no such folder, and not to be had on the"):
+        start(tuned(data, tmp_path / "absent", "org/Absent"))
+
+
 def test_the_recipe_runs_on_a_model_in_llada_format(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ token is added and the conventions are said here (`recipes/adapt.yaml`). Read ne
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mdlm.anneal import check_annealing
 from mdlm.config import MDLMConfig
 from mdlm.convert import is_public, open_checkpoint
 from mdlm.data import training_texts
-from mdlm.load import check_finite, model_folder
+from mdlm.load import check_finite, hub_folder, model_folder
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.tokenization import (
     check_vocab,
@@ -49,9 +50,20 @@ def make_tokenizer(config: TrainConfig, resume: Path | None, team: Team) -> PreT
 
 
 def initial_folder(config: TrainConfig) -> str | None:
-    """What `init_from` means: the folder, of a run its newest checkpoint; None without it."""
+    """What `init_from` means: the folder, of a run its newest checkpoint, of a hub model its files in the cache, which
+    are downloaded; None without it. Raises ValueError if there is none of these."""
     source = config.model.init_from
-    return str(model_folder(source)) if source is not None and Path(source).is_dir() else source
+    if source is None or Path(source).is_dir():
+        return None if source is None else str(model_folder(source))
+    return str(_downloaded(source))
+
+
+@functools.cache  # a repository that changes during a run is not looked at again
+def _downloaded(name: str) -> Path:
+    found = hub_folder(name, download=True)
+    if found is None:
+        raise ValueError(f"--model.init_from {name}: no such folder, and not to be had on the hub")
+    return found
 
 
 def _is_public(source: str | Path) -> bool:
