@@ -40,8 +40,8 @@ class ModelConfig:
     """The model: a new one by its sizes, or the weights, config and tokenizer of a folder (`init_from`)."""
 
     init_from: str | None = None
-    """Folder (or hub name) to start from: a checkpoint or run of ours, or a public model (LLaDA, Dream, ...); the sizes below then
-    come from it and must not be given. Or a causal model (Llama, Qwen, GPT-2), with `add_mask_token` or
+    """Folder or hub name to start from: a checkpoint or run of ours, or a public model (LLaDA, Dream, ...); the sizes
+    below then come from it and must not be given. Or a causal model (Llama, Qwen, GPT-2), with `add_mask_token` or
     `mask_token_id`."""
     hidden_size: int = 256
     """Width of the residual stream."""
