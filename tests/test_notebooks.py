@@ -81,7 +81,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "pictures", "pages"),
     [
-        ("01_train_and_sample", 1, 1),
+        pytest.param("01_train_and_sample", 1, 1, marks=pytest.mark.slow),
         ("02_strategies", 1, 3),
         ("03_evaluation", 2, 0),
         pytest.param("04_low_communication", 3, 0, marks=pytest.mark.slow),
