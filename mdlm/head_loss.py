@@ -22,7 +22,8 @@ from mdlm.subs import compute_dtype
 
 _IN_CACHE = {"cpu": 2**18}  # elements of the float32 work space: one megabyte stays in a core's cache
 _IN_CACHE_ELSEWHERE = 2**26
-_LOGITS = {"cpu": 2**25}  # logits alive at a time
+_LOGITS = {"cpu": 2**24}  # logits alive at a time, unless that is fewer rows than
+_FEWEST_ROWS = 512  # whose products still pay for adding their gradient to the head's
 _LOGITS_ELSEWHERE = 2**28
 
 
@@ -42,7 +43,7 @@ class ScoredOutput(ModelOutput):
     """What `MDLMForMaskedLM` returns for `scored`."""
 
     loss: Float[Tensor, ""] | None = None
-    """Weighted sum of `nll`; differentiable once."""
+    """Weighted sum of `nll`; differentiable once, and a second backward raises."""
     nll: Float32[Tensor, "rows"] | None = None
     """Negative log-likelihood of each row's target in nats, without gradient."""
 
@@ -90,7 +91,8 @@ class _WeightedNll(torch.autograd.Function):
         nll = torch.empty(len(targets), dtype=exact, device=hidden.device)
         grad_hidden = torch.empty_like(x) if of_hidden else None
         grad_head = torch.zeros(head.shape, dtype=exact, device=head.device) if of_head else None
-        for rows in _chunks(len(targets), len(head), _LOGITS.get(hidden.device.type, _LOGITS_ELSEWHERE)):
+        elements = max(_LOGITS.get(hidden.device.type, _LOGITS_ELSEWHERE), _FEWEST_ROWS * len(head))
+        for rows in _chunks(len(targets), len(head), elements):
             logits = x[rows] @ matrix.T
             wants = weight[rows] if of_hidden or of_head else None
             nll[rows] = nll_and_gradient_(logits, targets[rows], wants, mask_token_id, num_tokens)
@@ -109,9 +111,9 @@ class _WeightedNll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = (grad_hidden * grad.to(grad_hidden.dtype)).to(ctx.dtypes[0])
+            grad_hidden = grad_hidden.mul_(grad.to(grad_hidden.dtype)).to(ctx.dtypes[0])
         if grad_head is not None:
-            grad_head = (grad_head * grad).to(ctx.dtypes[1])
+            grad_head = grad_head.mul_(grad).to(ctx.dtypes[1])  # in place: a second backward raises
         return grad_hidden, grad_head, None, None, None, None, None
 
 

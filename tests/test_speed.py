@@ -36,11 +36,13 @@ def test_both_candidates_train_the_same_model_on_the_same_rows(packed: bool) -> 
 
 
 def test_the_command_prints_one_line_with_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    held = torch.ones(2**30, dtype=torch.uint8)
     assert main(["train-step", *SIZES, "--rounds=1", "--burst=1", "--packed=true", "--memory=true"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["packed"]
     assert set(line["peak_bytes"]) == {"plain", "ours"}
     assert min(line["peak_bytes"].values()) > 2**27, "the interpreter and torch are in it"
+    assert max(line["peak_bytes"].values()) < len(held), "and what the parent holds is not"
     assert line["ratio"] > 0
     assert line["machine"]["cpus"] >= 1
 
