@@ -22,6 +22,7 @@ from mdlm.chat import ExampleConfig, Records
 from mdlm.checkpoint import STATE_FILE, STATE_FOLDER, provenance, read_state
 from mdlm.data import DataConfig, open_data
 from mdlm.denoiser import ModelDenoiser
+from mdlm.eval.jsonl import append
 from mdlm.eval.likelihood import NelboProtocol
 from mdlm.eval.likelihood_block import with_own_blocks
 from mdlm.eval.likelihood_text import Edge, EvaluationRows, TextProtocol, held_out_rows, open_rows
@@ -183,10 +184,7 @@ def evaluate(
         **provenance(),
     }
     if results is not None:
-        path = Path(results)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append(Path(results), [record])
     return record
 
 

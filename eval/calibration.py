@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mdlm.checkpoint import provenance
 from mdlm.denoiser import Denoiser
+from mdlm.eval.jsonl import append
 from mdlm.eval.plots import Panel, Point, panels
 from mdlm.eval.sources import ExactSource
 from mdlm.eval.sources_noisy import NoisyOracle
@@ -182,10 +183,7 @@ def calibration(
     for name in strategies or ["first_hitting", "threshold", "eb", "dus"]:
         found = reliability(exact, denoiser, name, sequences, given, bins, seed, sampling_temperature)
         records.append({"kind": "calibration", "strategy": name, **settings, **asdict(found), **provenance()})
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    append(Path(output), records)
     if plot is not None:
         panels(reliability_panels(records), plot)
     return records

@@ -17,6 +17,7 @@ from typing import Any
 from mdlm.checkpoint import provenance
 from mdlm.denoiser import Denoiser
 from mdlm.eval.curves import CORE, RARE, SWEEPS, Truth, curve_point
+from mdlm.eval.jsonl import append, drop_torn_line
 from mdlm.eval.likelihood_run import weights_digest
 from mdlm.eval.sources import ExactSource
 from mdlm.eval.sources_noisy import NoisyOracle, excess_nats
@@ -114,12 +115,11 @@ def curves(
     }
     done = _stored(path, settings) if path.exists() else []
     records = list(done)
-    with path.open("a", encoding="utf-8") as file:
-        _append(file, {"kind": "curves", "settings": settings, **provenance()})
-        for record in measured(sources, names, settings, {_key(point) for point in done}, trained):
-            _append(file, record)
-            records.append(record)
-            print(progress(record), file=sys.stderr, flush=True)
+    append(path, [{"kind": "curves", "settings": settings, **provenance()}])
+    for record in measured(sources, names, settings, {_key(point) for point in done}, trained):
+        append(path, [record])
+        records.append(record)
+        print(progress(record), file=sys.stderr, flush=True)
     chosen = [record for record in records if record["source"] in sources and record.get("strategy") in (None, *names)]
     pictures = draw(chosen, folder) if plots else {}
     (folder / "curves.html").write_text(as_html(chosen, pictures), encoding="utf-8")
@@ -186,19 +186,11 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return record["kind"], record["source"], record.get("strategy"), record.get("value")
 
 
-def _append(file: Any, record: Record) -> None:
-    file.write(json.dumps(record) + "\n")
-    file.flush()
-
-
 def _stored(path: Path, settings: Mapping[str, Any]) -> list[Record]:
     """The records of a file; a half-written last line is dropped. Raises ValueError if other settings made it."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
+    drop_torn_line(path)
     try:
-        records = [json.loads(line) for line in whole.splitlines()]
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} was not written by this command ({error}); give another --output") from error
     if any(record["kind"] == "curves" and record["settings"] != dict(settings) for record in records):

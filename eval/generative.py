@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from mdlm.checkpoint import provenance
+from mdlm.eval.jsonl import append
 from mdlm.eval.mauve_score import Mauve, mauve_texts
 
 UNKNOWN = "unknown"
@@ -278,10 +279,7 @@ def text(
         result = replace(result, mauve=score)
     record = {"kind": "generative", "file": file, "references": references, **finite(asdict(result)), **provenance()}
     if results is not None:
-        path = Path(results)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record) + "\n")
+        append(Path(results), [record])
     return record
 
 

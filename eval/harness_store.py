@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mdlm.eval.jsonl import append, drop_torn_line
+
 Record = dict[str, Any]
 
 
@@ -42,7 +44,7 @@ class Answers:
             self._read(file)
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(self._path)
+        drop_torn_line(self._path)
 
     def _read(self, file: Path) -> None:
         for line in file.read_bytes().split(b"\n")[:-1]:  # what stands behind the last line's end was torn off
@@ -63,15 +65,4 @@ class Answers:
         self._found.update(records)
         self.computed += len(records)
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"key": key, **record}) + "\n" for key, record in records.items())
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cut a line without end, which a killed process leaves, off the file."""
-    if path.is_file():
-        whole = path.read_bytes()
-        kept = whole[: whole.rfind(b"\n") + 1]
-        if len(kept) < len(whole):
-            with path.open("r+b") as file:
-                file.truncate(len(kept))
+            append(self._path, ({"key": key, **record} for key, record in records.items()))

@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 
 from mdlm.data import Batch
 from mdlm.denoiser import Denoiser
+from mdlm.eval.jsonl import append, drop_torn_line
 from mdlm.eval.likelihood import Likelihood, LikelihoodSums, NelboProtocol, batch_sums
 from mdlm.eval.likelihood_text import EvaluationRows
 
@@ -105,12 +106,11 @@ def evaluate_rows(
     new: list[Record] = []
     path = None if progress is None else own_file(progress, rank)
     if path is not None and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, {"kind": "identity", **identity})
+        append(path, [{"kind": "identity", **identity}])
     for record in _evaluate(denoiser, text, protocol, batch, done, rank, world):
         new.append(record)
         if path is not None:
-            _append(path, record)
+            append(path, [record])
     gathered: list[Any] = [new]
     if world > 1:
         gathered = [None] * world
@@ -199,10 +199,8 @@ def _stored(progress: Path, identity: Record, resume: bool) -> list[Record]:
     records: list[Record] = []
     wanted = json.loads(json.dumps(identity))
     for path in found:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
+        drop_torn_line(path)
+        whole = path.read_text(encoding="utf-8")
         if not whole:
             path.unlink()
             continue
@@ -219,8 +217,3 @@ def _stored(progress: Path, identity: Record, resume: bool) -> list[Record]:
             )
         records += rest
     return records
-
-
-def _append(path: Path, record: Record) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
