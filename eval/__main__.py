@@ -29,6 +29,7 @@ from mdlm.eval.likelihood_text import Edge, EvaluationRows, TextProtocol, held_o
 from mdlm.load import load_model, model_folder
 from mdlm.objective import Masking
 from mdlm.schedule import TimeSampling
+from mdlm.shipped import corpus_difference
 
 
 def evaluate(
@@ -181,6 +182,7 @@ def evaluate(
         "device": str(model.device),
         "dtype": dtype,
         "processes": world,
+        "corpus_difference": corpus_difference(folder) if config.source == "builtin" else None,
         **provenance(),
     }
     if results is not None:
@@ -230,7 +232,10 @@ def _training_data(folder: Path) -> DataConfig | None:
 
 def _lines(record: dict[str, Any] | None) -> list[str]:
     """What is printed: nothing where another process reports."""
-    return [] if record is None else [json.dumps(record), summary(record)]
+    if record is None:
+        return []
+    difference = record["corpus_difference"]
+    return [json.dumps(record), summary(record), *([] if difference is None else [difference])]
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ _HOME = {
     "MDLMModel": "mdlm.modeling",
     "Objective": "mdlm.objective",
     "ModelDenoiser": "mdlm.denoiser",
+    "builtin": "mdlm.shipped",
     "generate": "mdlm.samplers.generate",
     "stream": "mdlm.samplers.generate",
 }

@@ -70,6 +70,11 @@ def manifest() -> dict[str, Any]:
     }
 
 
+def corpus_summary() -> dict[str, Any]:
+    """`manifest()` without its list of files: what a run says of its text."""
+    return {name: value for name, value in manifest().items() if name != "files"}
+
+
 def _documents(stdlib: Path) -> Iterator[Document]:
     number = 0
     for path in sorted(stdlib.rglob("*.py"), key=lambda p: p.relative_to(stdlib).as_posix()):

@@ -14,6 +14,7 @@ from mdlm.adapter import ADAPTER_FOLDER, adapter_base, has_adapter, merge_into
 from mdlm.checkpoint import list_checkpoints
 from mdlm.modeling import MDLMForMaskedLM
 from mdlm.remote import load_remote as load_remote
+from mdlm.shipped import resolve
 from mdlm.tokenization import check_vocab, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -37,12 +38,13 @@ def hub_folder(name: str, *, download: bool) -> Path | None:
 
 
 def model_folder(path: str | Path) -> Path:
-    """The folder with `config.json` that `path` means: itself, the newest checkpoint of a run, or the hub model of that
-    name, if it was downloaded before (by `--model.init_from NAME`, `from_pretrained` or `hf download`).
+    """The folder with `config.json` that `path` means: itself, the newest checkpoint of a run, a model of the package
+    (`builtin:python-8m`), or the hub model of that name, if it was downloaded before (by `--model.init_from NAME`,
+    `from_pretrained` or `hf download`).
 
     Raises ValueError where there is none of them.
     """
-    folder = Path(path)
+    folder = resolve(path)
     if (folder / "config.json").is_file():
         return folder
     checkpoints = list_checkpoints(folder)

@@ -124,22 +124,56 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(run: Path, tmp_path:
         load_model(wrong)
 
 
-def test_the_demonstration_runs_commands_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_the_demonstration_runs_commands_that_exist(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, from_scratch: bool
+) -> None:
     ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(demonstration, "_run", lambda command, main, arguments: ran.append((command, arguments)))
-    demonstration.demo(output_dir=str(tmp_path / "demo"))
-    demonstration.demo(output_dir=str(tmp_path / "demo"), fresh=True)
-    assert [name for name, _ in ran] == ["train", "eval", "sample", "sample"] * 2
-    for name, arguments in ran:
-        if name == "train":
-            config = parse_config(arguments)
-            assert config.output_dir == str(tmp_path / "demo")
-        elif name == "sample":
-            options, _, _ = parse(arguments, chosen_strategy(arguments))
-            assert options.checkpoint == str(tmp_path / "demo")
-    assert parse_config(ran[0][1]).resume == "auto"
-    assert parse_config(ran[4][1]).overwrite
-    assert parse(ran[3][1], chosen_strategy(ran[3][1]))[0].show
+    monkeypatch.setattr(demonstration, "_run", lambda command, main, arguments: ran.append((command, list(arguments))))
+    monkeypatch.setattr(demonstration, "before_and_after", lambda metrics: "")
+    demonstration.demo(output_dir=str(tmp_path / "demo"), from_scratch=from_scratch)
+    demonstration.demo(output_dir=str(tmp_path / "demo"), from_scratch=from_scratch, fresh=True)
+    expected = ["train", "eval", "sample", "sample"] if from_scratch else ["sample", "train", "sample", "sample"]
+    assert [name for name, _ in ran] == expected * 2
+    trained = [parse_config(arguments) for name, arguments in ran if name == "train"]
+    assert [config.output_dir for config in trained] == [str(tmp_path / "demo")] * 2
+    assert trained[0].resume == "auto"
+    assert trained[1].overwrite
+    assert all(config.validation.at_start != from_scratch for config in trained)
+    samples = [parse(arguments, chosen_strategy(arguments))[0] for name, arguments in ran if name == "sample"]
+    assert samples[-1].show
+    assert samples[-1].checkpoint == str(tmp_path / "demo")
+    assert (samples[0].checkpoint == "builtin:python-8m") != from_scratch
+
+
+def test_the_demonstration_refuses_a_folder_before_anything_takes_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demonstration.main(["--folder", str(tmp_path), "--output_dir", str(tmp_path / "demo")]) == 1
+    assert "holds no text" in capsys.readouterr().err
+    assert demonstration.main(["--folder", str(tmp_path), "--from_scratch", "true"]) == 1
+    assert "is for fine-tuning" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+def test_before_and_after_compares_the_first_validation_with_the_last(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [
+        {
+            "kind": "validation",
+            "step": step,
+            "bits_per_byte": bits,
+            "nats_per_token": 1.0,
+            "standard_error": 0.1,
+            "tokens": 7,
+        }
+        for step, bits in ((0, 1.5), (10, 3.0), (20, 1.25))
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in [{"kind": "start"}, *lines]))
+    text = demonstration.before_and_after(metrics)
+    assert "before, step 0: 1.500" in text
+    assert "after,  step 20: 1.250" in text
+    assert text.endswith("change: -0.250 bits/byte")
 
 
 @pytest.mark.slow
@@ -147,5 +181,15 @@ def test_the_demonstration_runs_commands_that_exist(monkeypatch: pytest.MonkeyPa
 def test_the_demonstration_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fresh_accelerate():
         demonstration.demo(output_dir=str(tmp_path / "demo"), max_seconds=60, tokens=16)
+    out = capsys.readouterr().out
+    assert "tokens/forward" in out
+    assert float(out.split("change: ")[1].split()[0]) < 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_demonstration_from_scratch_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fresh_accelerate():
+        demonstration.demo(output_dir=str(tmp_path / "demo"), max_seconds=60, tokens=16, from_scratch=True)
     assert "tokens/forward" in capsys.readouterr().out
     assert (tmp_path / "demo" / "results.jsonl").read_text().count("\n") == 1

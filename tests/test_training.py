@@ -213,6 +213,7 @@ def test_it_learns_and_what_is_saved_is_what_was_measured(texts: Path, tmp_path:
             tmp_path / "run",
             train__steps=60,
             validation__every=30,
+            validation__at_start="true",
             train__ema=0.9,
             train__log_every=20,
             train__global_batch=16,
@@ -227,8 +228,9 @@ def test_it_learns_and_what_is_saved_is_what_was_measured(texts: Path, tmp_path:
     assert [line["step"] for line in lines] == [20, 40, 60]
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
     validation = records(tmp_path / "run", "validation")
-    assert [line["step"] for line in validation] == [30, 60]
-    assert validation[1]["nats_per_token"] < math.log(270) - 1.5
+    assert [line["step"] for line in validation] == [0, 30, 60]
+    assert validation[0]["nats_per_token"] == pytest.approx(math.log(270), rel=0.03)  # initial weights know nothing
+    assert validation[2]["nats_per_token"] < math.log(270) - 1.5
 
     weights = tensors(checkpoint)
     raw = {k.partition(":")[2]: t for k, t in weights.items() if k.startswith("train_state/model")}
@@ -236,7 +238,7 @@ def test_it_learns_and_what_is_saved_is_what_was_measured(texts: Path, tmp_path:
     run = begin(texts, tmp_path / "again")
     model = AutoModelForMaskedLM.from_pretrained(checkpoint)
     run.core.load_state_dict(model.state_dict())
-    assert validate(run)["nats_per_token"] == pytest.approx(validation[1]["nats_per_token"], abs=1e-6)
+    assert validate(run)["nats_per_token"] == pytest.approx(validation[2]["nats_per_token"], abs=1e-6)
     assert validate(run) == validate(run)
     assert AutoTokenizer.from_pretrained(checkpoint).mask_token_id == model.config.mask_token_id
 
@@ -366,7 +368,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ({"train__ema": 1.0}, "--train.ema is 1.0"),
         ({"train__corruption_warmup": 0.1, "objective__warmup_steps": 5}, "both set the corruption warm-up"),
         ({"model__init_from": "there"}, "remove --model.hidden_size, --model.num_hidden_layers"),
-        ({"validation__every": 5, "data__validation_fraction": 0}, "--validation.every is 5, but there is no"),
+        (
+            {"validation__every": 5, "data__validation_fraction": 0},
+            "--validation.every is 5, --validation.at_start false",
+        ),
+        (
+            {"validation__at_start": "true", "data__validation_fraction": 0},
+            "--validation.at_start true, but there is no",
+        ),
         ({"resume": "nowhere"}, "--resume nowhere: there is no such folder"),
         ({"model__num_attention_heads": 5}, "not a multiple of num_attention_heads=5"),
         ({"data__source": "missing.txt"}, "missing.txt"),

@@ -40,9 +40,9 @@ class ModelConfig:
     """The model: a new one by its sizes, or the weights, config and tokenizer of a folder (`init_from`)."""
 
     init_from: str | None = None
-    """Folder or hub name to start from: a checkpoint or run of ours, or a public model (LLaDA, Dream, ...); the sizes
-    below then come from it and must not be given. Or a causal model (Llama, Qwen, GPT-2), with `add_mask_token` or
-    `mask_token_id`."""
+    """Folder or hub name to start from: a checkpoint or run of ours, the model of the package (`builtin:python-8m`), or
+    a public model (LLaDA, Dream, ...); the sizes below then come from it and must not be given. Or a causal model
+    (Llama, Qwen, GPT-2), with `add_mask_token` or `mask_token_id`."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 6
@@ -175,6 +175,8 @@ class ValidationConfig:
 
     every: int = 500
     """Steps between two validations; 0: never."""
+    at_start: bool = False
+    """Validate before the first step too: what fine-tuning starts from."""
     draws: int = 1
     """Noise levels drawn per row of the validation text (`data.validation_rows` limits the rows)."""
 

@@ -21,6 +21,7 @@ from mdlm.convert import is_public, open_checkpoint
 from mdlm.data import training_texts
 from mdlm.load import check_finite, hub_folder, model_folder
 from mdlm.modeling import MDLMForMaskedLM
+from mdlm.shipped import PREFIX
 from mdlm.tokenization import (
     check_vocab,
     load_tokenizer,
@@ -53,7 +54,7 @@ def initial_folder(config: TrainConfig) -> str | None:
     """What `init_from` means: the folder, of a run its newest checkpoint, of a hub model its files in the cache, which
     are downloaded; None without it. Raises ValueError if there is none of these."""
     source = config.model.init_from
-    if source is None or Path(source).is_dir():
+    if source is None or Path(source).is_dir() or source.startswith(PREFIX):
         return None if source is None else str(model_folder(source))
     return str(_downloaded(source))
 

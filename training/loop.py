@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mdlm.checkpoint import provenance
+from mdlm.corpus import corpus_summary
 from mdlm.flops import matmul_peak, train_flops_per_token
 from mdlm.objective import NoisedBatch
 from mdlm.rng import hash_counters
@@ -35,7 +36,7 @@ from mdlm.training.noise_range import check_search, search_is_due, search_range
 from mdlm.training.optim import set_learning_rate
 from mdlm.training.setup import Run, build_objective, clear_output, set_up, shared_facts
 from mdlm.training.snapshot import load, open_stream, save, undone
-from mdlm.training.watch import check_preview, preview, validate
+from mdlm.training.watch import check_preview, introduction, preview, validate
 
 _SAME_KEYPRESS_SECONDS = 3.0
 
@@ -126,8 +127,9 @@ def train_to_end(run: Run) -> Path | None:
             run.accelerator, Path(run.config.output_dir), config, run.step, run.total_steps, main=run.team.is_main
         )
         with metrics, StopSignals() as signals:
-            metrics.say(_introduction(run))
-            metrics.log("start", run.step, {"config": config, **provenance(), "matmul_peak": peak})
+            metrics.say(introduction(run))
+            corpus = {"corpus": corpus_summary()} if run.config.data.source == "builtin" else {}
+            metrics.log("start", run.step, {"config": config, **provenance(), "matmul_peak": peak, **corpus})
             return _loop(run, metrics, signals, Rates(flops, peak))
     finally:
         finish(run)
@@ -152,6 +154,8 @@ def finish(run: Run) -> None:
 def _loop(run: Run, metrics: Metrics, signals: StopSignals, rates: Rates) -> Path:
     every = run.config
     saved: Path | None = None
+    if run.step == 0 and every.validation.at_start:
+        metrics.log("validation", run.step, validate(run))
     while run.step < run.total_steps:
         if search_is_due(run):
             metrics.log("noise_range", run.step, search_range(run))
@@ -373,17 +377,3 @@ def _arithmetic(run: Run) -> tuple[Callable[[float], float], float | None]:
     own = matmul_peak(run.accelerator.device, COMPUTE[run.config.train.precision])
     peak = torch.tensor(own, dtype=torch.float64, device=run.accelerator.device)
     return flops, run.team.all_reduce(peak).item()
-
-
-def _introduction(run: Run) -> str:
-    parameters = sum(p.numel() for p in run.core.parameters())
-    trained = sum(p.numel() for p in run.core.parameters() if p.requires_grad)
-    share = "" if trained == parameters else f", {trained / 1e6:.2f} M of them trained"
-    batch = run.config.train
-    start = f"from step {run.step} of {run.resumed_from}" if run.resumed_from else "from step 0"
-    return (
-        f"{parameters / 1e6:.2f} M parameters{share}; {batch.global_batch} rows of {run.config.data.seq_len} tokens a "
-        f"step = {run.links.world} process(es) x {run.accumulation} x {run.micro_batch}; "
-        f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}\n"
-        f"{run.data.report_for(batch.global_batch)}"
-    )

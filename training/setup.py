@@ -242,10 +242,11 @@ def set_up(config: TrainConfig) -> Run:
     tokenizer = chat_tokenizer(make_tokenizer(config, resume, links.team), config.data.chat_template)
     core, base = make_model(config, resume, tokenizer)
     data = open_data(dataclasses.replace(config.data, seed=config.seed), tokenizer)
-    if config.validation.every and data.validation is None:
+    wanted = config.validation
+    if (wanted.every or wanted.at_start) and data.validation is None:
         raise ValueError(
-            f"--validation.every is {config.validation.every}, but there is no validation text: set "
-            "--data.validation_fraction or --data.validation_source, or --validation.every 0"
+            f"--validation.every is {wanted.every}, --validation.at_start {str(wanted.at_start).lower()}, but there is "
+            "no validation text: set --data.validation_fraction or --data.validation_source, or 0 and false"
         )
     model, optimizer = prepare(config, accelerator, core, links.team if links.split else None)
     steps = config.train.steps or 0

@@ -1,4 +1,4 @@
-"""Looking at a run while it trains: the NELBO on held-out text, always under the same noise, and samples.
+"""Looking at a run while it trains: what it is, the NELBO on held-out text, always under the same noise, and samples.
 
 Both see the averaged weights where there is an average, since these are the model that is saved. Read next: `loop.py`.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from mdlm.corpus import corpus_summary
 from mdlm.denoiser import ModelDenoiser
 from mdlm.eval.likelihood import NelboProtocol, accumulate, merge
 from mdlm.samplers import generate
 from mdlm.samplers.ancestral import Ancestral
 from mdlm.samplers.presets import build_strategy
 from mdlm.samplers.windows import Blocks
+from mdlm.shipped import corpus_difference
+from mdlm.training.initial import initial_folder
 from mdlm.training.setup import Run
 
 
@@ -59,6 +63,30 @@ def validate(run: Run) -> dict[str, Any]:
         "perplexity_bound": result.perplexity_bound,
         "tokens": result.tokens,
     }
+
+
+def introduction(run: Run) -> str:
+    """What is trained on what, in a few lines."""
+    parameters = sum(p.numel() for p in run.core.parameters())
+    trained = sum(p.numel() for p in run.core.parameters() if p.requires_grad)
+    share = "" if trained == parameters else f", {trained / 1e6:.2f} M of them trained"
+    batch = run.config.train
+    start = f"from step {run.step} of {run.resumed_from}" if run.resumed_from else "from step 0"
+    lines = [str(run.data.report_for(batch.global_batch))]
+    if run.config.data.source == "builtin":
+        corpus = corpus_summary()
+        lines.append(f"built-in corpus of {corpus['python']}: {corpus['bytes']} bytes, sha256 {corpus['sha256']}")
+        initial = initial_folder(run.config)
+        difference = None if initial is None else corpus_difference(Path(initial))
+        lines += [] if difference is None else [difference]
+    return "\n".join(
+        [
+            f"{parameters / 1e6:.2f} M parameters{share}; {batch.global_batch} rows of {run.config.data.seq_len} tokens a "
+            f"step = {run.links.world} process(es) x {run.accumulation} x {run.micro_batch}; "
+            f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}",
+            *lines,
+        ]
+    )
 
 
 def check_preview(run: Run) -> None:
