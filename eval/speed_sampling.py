@@ -53,31 +53,55 @@ def random_prompts(rows: int, length: int, vocab: int) -> Int64[Tensor, "rows le
     return torch.randint(1, vocab, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-@torch.no_grad()
-def plain_loop(
-    model: MDLMForMaskedLM, prompts: Int64[Tensor, "rows length"], new_tokens: int, block: int
+def masked_canvas(
+    model: MDLMForMaskedLM, prompts: Int64[Tensor, "rows length"], new_tokens: int
 ) -> Int64[Tensor, "rows seq"]:
-    """One token a step in blocks, in the style of public code: every step feeds the whole canvas, computes the head on
-    every position, races float64 Gumbel noise over the vocabulary (which at temperature 0 changes nothing), takes
-    probabilities in float64 everywhere and picks each row's position by `topk` in a loop over rows."""
-    rows, length = prompts.shape
-    canvas = torch.cat([prompts, prompts.new_full((rows, new_tokens), MASK)], dim=1)
+    """Prompts with so many mask ids behind."""
+    mask = model.config.mask_token_id
+    assert mask is not None
+    masks = prompts.new_full((len(prompts), new_tokens), mask)
+    return torch.cat([prompts, masks], dim=1)
+
+
+@torch.no_grad()
+def plain_step(
+    model: MDLMForMaskedLM, canvas: Int64[Tensor, "rows seq"], end: int, temperature: float = 0.0
+) -> Int64[Tensor, "rows seq"]:
+    """One token more in each row, left of `end`, in the style of public code: the whole canvas is fed, the head is
+    computed on every position, float64 Gumbel noise raced over the vocabulary (which at temperature 0 changes nothing),
+    probabilities are taken in float64 everywhere, and each row's position is picked by `topk` in a loop over rows."""
+    mask = model.config.mask_token_id
+    assert mask is not None
+    undecided = canvas == mask
+    logits = model(canvas).logits
+    logits[..., mask] = -torch.inf
+    noise = torch.rand_like(logits, dtype=torch.float64)
+    race = logits.double().exp() / (-noise.log()) ** temperature
+    drawn = race.argmax(dim=-1)
+    probs = logits.double().softmax(dim=-1)
+    confidence = probs.gather(-1, drawn[..., None])[..., 0]
+    confidence[:, end:] = -torch.inf
+    confidence = torch.where(undecided, confidence, -torch.inf)
+    commit = torch.zeros_like(undecided)
+    for row in range(len(canvas)):
+        commit[row, confidence[row].topk(1).indices] = True
+    return torch.where(commit, drawn, canvas)
+
+
+def plain_loop(
+    model: MDLMForMaskedLM,
+    prompts: Int64[Tensor, "rows length"],
+    new_tokens: int,
+    block: int,
+    temperature: float = 0.0,
+) -> Int64[Tensor, "rows seq"]:
+    """One token a step in blocks, every step a `plain_step`; `new_tokens` is a multiple of `block`. Above temperature 0
+    the noise comes from torch's generator."""
+    length = prompts.shape[1]
+    canvas = masked_canvas(model, prompts, new_tokens)
     for end in range(length + block, length + new_tokens + 1, block):
         for _ in range(block):
-            undecided = canvas == MASK
-            logits = model(canvas).logits
-            logits[..., MASK] = -torch.inf
-            noise = torch.rand_like(logits, dtype=torch.float64)
-            race = logits.double().exp() / (-noise.log()) ** 0.0
-            drawn = race.argmax(dim=-1)
-            probs = logits.double().softmax(dim=-1)
-            confidence = probs.gather(-1, drawn[..., None])[..., 0]
-            confidence[:, end:] = -torch.inf
-            confidence = torch.where(undecided, confidence, -torch.inf)
-            commit = torch.zeros_like(undecided)
-            for row in range(rows):
-                commit[row, confidence[row].topk(1).indices] = True
-            canvas = torch.where(commit, drawn, canvas)
+            canvas = plain_step(model, canvas, end, temperature)
     return canvas
 
 
