@@ -74,15 +74,24 @@ def divergences(
     first_rows: Int64[Tensor, " rows"],
     second_rows: Int64[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """KL(first || second) in nats of two laws each, 0 or more. A token that only the first allows counts `FARTHEST`
-    nats instead of infinitely many."""
+    """KL(first || second) in nats of two laws each, 0 or more. A token to which the second gives less than e^-`FARTHEST`
+    of what the first does counts so many nats, not infinitely many."""
     out = first.new_empty(len(first_rows))
     for block in row_blocks(first, len(out)):
-        law = first.index_select(0, first_rows[block])
-        difference = law - second.index_select(0, second_rows[block])
-        difference.nan_to_num_(nan=0.0, posinf=FARTHEST, neginf=-FARTHEST)
+        law, other = _rows(first, first_rows[block]), _rows(second, second_rows[block])
+        finite = law.clamp(min=LOWEST)  # so that no difference is one of two infinite numbers
+        difference = finite.sub_(other).clamp_(max=FARTHEST)
         out[block] = row_sum(difference.mul_(law.softmax(dim=-1)))
     return out.clamp_(min=0)
+
+
+def _rows(values: Float[Tensor, "_ vocab"], index: Int64[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
+    """The rows in `index`; on a CPU without a copy where they follow one another, as most do."""
+    if values.device.type == "cpu":
+        numbers = index.tolist()
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return values[numbers[0] : numbers[0] + len(numbers)]
+    return values.index_select(0, index)
 
 
 def largest(values: Float[Tensor, "rows vocab"]) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:

@@ -8,6 +8,8 @@ splittable pseudorandom number generators", OOPSLA 2014), applied once per count
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,23 @@ _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's `>>` on int64 copies the sign bit."""
+Number = TypeVar("Number", int, Tensor)
+"""A 64-bit integer (signed), or many. Plain ones are hashed as such: a call of torch costs more than the arithmetic."""
+
+
+def _wrapped(x: Number) -> Number:
+    """`x` modulo 2^64; tensors wrap by themselves."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63) if isinstance(x, int) else x
+
+
+def _shift_right(x: Number, bits: int) -> Number:
+    """Logical right shift: `>>` of signed integers copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX1
-    x = (x ^ _shift_right(x, 27)) * _MIX2
+def _mix(x: Number) -> Number:
+    x = _wrapped((x ^ _shift_right(x, 30)) * _MIX1)
+    x = _wrapped((x ^ _shift_right(x, 27)) * _MIX2)
     return x ^ _shift_right(x, 31)
 
 
@@ -34,11 +45,12 @@ def hash_counters(*counters: int | Tensor) -> Tensor:
     """
     assert counters, "at least one counter"
     device = next((c.device for c in counters if isinstance(c, Tensor)), None)
-    state = torch.zeros((), dtype=torch.int64, device=device)
+    state: Any = 0
     for counter in counters:
-        value = torch.as_tensor(counter, dtype=torch.int64, device=device)
-        state = _mix((state ^ _mix(value + _GOLDEN)) + _GOLDEN)
-    return state
+        value: Any = counter.to(device, torch.int64) if isinstance(counter, Tensor) else int(counter)
+        assert isinstance(value, Tensor) or -(2**63) <= value < 2**63, f"{value} has more than 64 bits"
+        state = _mix(_wrapped((state ^ _mix(_wrapped(value + _GOLDEN))) + _GOLDEN))
+    return torch.as_tensor(state, dtype=torch.int64, device=device)
 
 
 def counter_uniform(*counters: int | Tensor) -> Tensor:

@@ -71,9 +71,8 @@ class WholeCanvas:
         lengths = state.lengths
         if not bool(fed.all()):
             tokens, at, lengths = tokens[fed], at[fed], lengths[fed]
-        longest = int(lengths.max())
-        real = torch.arange(longest, device=tokens.device) < lengths[:, None]
-        mask = None if bool(real.all()) else real
+        shortest, longest = torch.stack(lengths.aminmax()).tolist()
+        mask = None if shortest == longest else torch.arange(longest, device=tokens.device) < lengths[:, None]
         return self.denoiser(tokens[:, :longest], attention_mask=mask, at=at[:, :longest])
 
     def keep(self, rows: Int64[Tensor, " batch"]) -> None:

@@ -156,11 +156,12 @@ class StoredFeeder:
         counts: Int64[Tensor, " batch"],
     ) -> Float[Tensor, "rows vocab"]:
         """One call, or two if some rows feed at most half of what others do: padding them would cost more."""
-        few = counts <= int(counts.max()) // 2
+        least, most = torch.stack(counts.aminmax()).tolist()
+        if least > most // 2:
+            return self._call(kv, tokens, feed, at, counts)
+        few = counts <= most // 2
         groups = [group.nonzero()[:, 0] for group in (few & (counts > 0), ~few)]
         groups = [group for group in groups if len(group)]
-        if len(groups) == 1 and len(groups[0]) == len(tokens):
-            return self._call(kv, tokens, feed, at, counts)
         answers = [self._call(kv.of(rows), tokens[rows], feed[rows], at[rows], counts[rows]) for rows in groups]
         if len(groups) == 1:
             return answers[0]

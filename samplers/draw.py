@@ -62,14 +62,16 @@ class Draw:
         """One token per row. `uniform` decides it; equal maxima at temperature 0: the lowest id."""
         if self.temperature == 0:
             return largest(log_probs)[1]
-        out = torch.empty_like(uniform, dtype=torch.int64)
+        piece, rest = torch.empty_like(uniform, dtype=torch.int64), torch.empty_like(uniform)
+        inside = log_probs.new_empty(len(uniform), PIECE)
         for block in row_blocks(log_probs, len(uniform)):
             probs = truncated_probs(log_probs[block], self)
-            out[block] = invert_cdf(probs, uniform[block])
-            broken = probs[:, 0].isnan()
-            if bool(broken.any()):  # a NaN anywhere in a row; whoever writes the token that has it sees it
-                out[block] = torch.where(broken, log_probs[block].argmax(dim=-1), out[block])
-        return out
+            piece[block], rest[block], inside[block] = chosen_piece(probs, uniform[block])
+        token = within_piece(piece, rest, inside, log_probs.shape[-1])
+        broken = inside[:, 0].isnan()
+        if bool(broken.any()):  # a NaN anywhere in a row; whoever writes the token that has it sees it
+            token = torch.where(broken, log_probs.argmax(dim=-1), token)
+        return token
 
 
 def truncated_probs(log_probs: Float[Tensor, "rows vocab"], draw: Draw) -> Float[Tensor, "rows vocab"]:
@@ -97,14 +99,27 @@ def invert_cdf(probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " ro
 
     In two levels, the piece of the vocabulary first: one cheap pass over everything, float64 sums within one piece.
     """
-    rows, vocab = probs.shape
-    padded = probs if vocab % PIECE == 0 else F.pad(probs, (0, -vocab % PIECE))
-    pieces = padded.view(rows, -1, PIECE)
-    mass = pieces.sum(dim=-1).double()
-    piece, rest = _passed(mass, uniform)
-    inside = pieces.gather(1, piece[:, None, None].expand(-1, 1, PIECE))[:, 0]
-    token, _ = _passed(inside.double(), rest)
-    return (piece * PIECE + token).clamp(max=vocab - 1)
+    return within_piece(*chosen_piece(probs, uniform), probs.shape[-1])
+
+
+def chosen_piece(
+    probs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " rows"]
+) -> tuple[Int64[Tensor, " rows"], Float64[Tensor, " rows"], Float[Tensor, "rows piece"]]:
+    """Number of the piece in which the cumulative sum passes, how far into it, and its probabilities."""
+    padded = probs if probs.shape[-1] % PIECE == 0 else F.pad(probs, (0, -probs.shape[-1] % PIECE))
+    pieces = padded.unflatten(-1, (-1, PIECE))
+    piece, rest = _passed(pieces.sum(dim=-1).double(), uniform)
+    return piece, rest, pieces[torch.arange(len(piece), device=piece.device), piece]
+
+
+def within_piece(
+    piece: Int64[Tensor, " rows"],
+    rest: Float64[Tensor, " rows"],
+    inside: Float[Tensor, "rows piece"],
+    vocab: int,
+) -> Int64[Tensor, " rows"]:
+    """The token, from what `chosen_piece` says."""
+    return (piece * PIECE + _passed(inside.double(), rest)[0]).clamp(max=vocab - 1)
 
 
 def _passed(

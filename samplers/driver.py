@@ -30,7 +30,7 @@ from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.constrain import Paths
 from mdlm.samplers.state import NOISE_TOKEN, State, Step
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.traits import attention_layers, draws_itself, replaces_tokens
+from mdlm.samplers.traits import attention_layers, draws_itself, is_normalised, replaces_tokens
 from mdlm.samplers.windows import PlanningWindow
 
 
@@ -176,7 +176,8 @@ class Run:
             window, block = torch.where(stay[:, None], state.window, window), torch.where(stay, state.block, block)
         state.block_step = torch.where(block == state.block, state.block_step, 0)
         state.block, state.window = block, window
-        empty = state.masked.any(dim=-1) & ~(window & state.masked).any(dim=-1)
+        candidates = window & state.masked
+        empty = state.masked.any(dim=-1) & ~candidates.any(dim=-1)
         if strategy.revise is not None:
             empty = empty & ~stay
         if bool(empty.any()):
@@ -184,7 +185,7 @@ class Run:
                 f"the window {type(strategy.window).__name__} holds no undecided position of an unfinished row, so the "
                 "run would never end; a window must reach at least one"
             )
-        step = Step(state, window, window & state.masked, self.mask_token_id, draw=strategy.draw)
+        step = Step(state, window, candidates, self.mask_token_id, draw=strategy.draw)
         step.at = step.candidates
         if strategy.select.blind:
             step.at = self._ensure_progress(step, strategy.select(torch.zeros_like(state.log_probs), step))
@@ -197,7 +198,7 @@ class Run:
             step.attention = self.tap.take(step.at.any(dim=-1))
         for transform in strategy.transforms:
             step.log_probs = transform(step.log_probs, step)
-        if strategy.transforms:
+        if not all(is_normalised(transform) for transform in strategy.transforms):
             step.log_probs = normalise(step.log_probs, self.mask_token_id)
         if strategy.constraint is not None:
             self.paths = strategy.constraint(step)
@@ -226,16 +227,16 @@ class Run:
 
     def _draw(self, step: Step) -> Int64[Tensor, " rows"]:
         """A token for each prediction: each on its own, or jointly under a constraint."""
-        uniform = step.packed(self._token_noise())
+        uniform = self._token_noise(*step.index)
         if self.paths is not None:
             return self.paths.draw(self.strategy.draw, uniform)
         return self.strategy.draw(step.log_probs, uniform)
 
-    def _token_noise(self) -> Float64[Tensor, "batch seq"]:
-        """Uniform numbers to draw tokens by; zeros where none is needed."""
+    def _token_noise(self, row: Int64[Tensor, " rows"], position: Int64[Tensor, " rows"]) -> Float64[Tensor, " rows"]:
+        """A uniform number to draw the token of each of these positions by; zeros where none is needed."""
         if self.strategy.draw.temperature == 0:
-            return torch.zeros_like(self.state.log_probs)
-        return self.state.uniform(NOISE_TOKEN)
+            return torch.zeros(len(row), dtype=torch.float64, device=row.device)
+        return self.state.uniform(NOISE_TOKEN)[row, position]
 
     def _ensure_progress(
         self, step: Step, commit: Bool[Tensor, "batch seq"], scores: Float[Tensor, "batch seq"] | None = None
@@ -262,7 +263,7 @@ class Run:
         if step.drawn is not None:
             tokens = step.drawn[chosen]
         elif len(row):
-            tokens = self.strategy.draw(log_probs, self._token_noise()[row, position])
+            tokens = self.strategy.draw(log_probs, self._token_noise(row, position))
         else:
             return commit
         written = log_probs.gather(-1, tokens[:, None])[:, 0].double()
@@ -274,10 +275,10 @@ class Run:
             stay = self.strategy.admit(step, row, position, tokens, written)
             row, position, tokens, written = row[stay], position[stay], tokens[stay], written[stay]
             commit = torch.zeros_like(commit).index_put_((row, position), stay.new_tensor(True))
-        state.tokens[row, position] = tokens
-        state.masked[row, position] = False
-        state.step_map[row, position] = state.step
-        state.log_probs[row, position] = written
+        state.tokens = state.tokens.masked_scatter(commit, tokens)  # commits come in row-major order
+        state.masked = state.masked & ~commit
+        state.step_map = state.step_map.masked_fill(commit, state.step)
+        state.log_probs = state.log_probs.masked_scatter(commit, written)
         return commit
 
     def _revise(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> None:

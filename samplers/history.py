@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from mdlm.passes import divergences, largest
+from mdlm.passes import divergences, largest, per_row, row_sum
 from mdlm.samplers.scores import Scorer
 from mdlm.samplers.select import Looking, at_least_one_of, within
 from mdlm.samplers.select_adaptive import highest, log_threshold
@@ -70,11 +70,11 @@ def divergence_from_previous(component: object, step: Step, direction: Direction
 
 def divergence_from_uniform(step: Step, direction: Direction) -> Float[Tensor, " rows"]:
     """KL in nats of each prediction and the uniform law over the tokens it allows, the uniform one as `prev`."""
-    allowed = step.log_probs > -torch.inf
-    count = allowed.sum(dim=-1)
+    count = per_row(step.log_probs, lambda block: row_sum(block.clone().gt_(-torch.inf)))
     if direction == "now_prev":
-        return (count.to(step.log_probs.dtype).log() - step.entropy).clamp(min=0)
-    return (-count.to(step.log_probs.dtype).log() - step.log_probs.where(allowed, 0.0).sum(-1) / count).clamp(min=0)
+        return (count.log() - step.entropy).clamp(min=0)
+    finite = per_row(step.log_probs, lambda block: row_sum(block.masked_fill(block == -torch.inf, 0.0)))
+    return (-count.log() - finite / count).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ class Credit:
     alpha: float = 0.7
     gamma: float = 0.2
     decay: float = 0.8
+    normalised: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least_one_of("alpha", self.alpha, 0)
@@ -200,8 +201,16 @@ class Credit:
         used[row, position] = torch.maximum(used[row, position], slot + 1)
         memory["token"], memory["credit"], memory["used"] = token, credit, used
 
-        bonus = self.alpha * torch.log1p(credit[step.index]).to(log_probs.dtype)
-        return log_probs.scatter_add(-1, token[step.index], bonus)
+        token, bonus = token[step.index], self.alpha * torch.log1p(credit[step.index])
+        # The new total is 1 + sum of p (e^bonus - 1) over the tokens with credit. Summed in order: how many slots there
+        # are depends on the other rows.
+        raised = log_probs.gather(-1, token).double() + bonus
+        shift = raised.amax(dim=-1, keepdim=True).clamp(min=0.0)
+        gains = (raised - shift).exp().mul_(-torch.expm1(-bonus)).cumsum(dim=-1)
+        total = shift + torch.log(gains[:, -1:] + torch.exp(-shift))
+        raised = (raised - total).to(log_probs.dtype)
+        fused = log_probs - total.to(log_probs.dtype)
+        return fused.scatter_reduce_(-1, token, raised, "amax")  # an unused slot raises nothing
 
 
 def _resized(tensor: Tensor, width: int) -> Tensor:

@@ -219,7 +219,9 @@ class Planner:
         return self.steps
 
     def kept(self, step: Step) -> Bool[Tensor, "batch seq"]:
-        """The best positions of the window, decided or not; equal scores from the left."""
+        """The best positions of the window, decided or not; equal scores from the left. Computed once a step."""
+        if self in step.shared:
+            return step.shared[self]
         decided, variable = held(step), step.window & step.state.editable
         log_prob = step.of(torch.where(step.packed(decided), step.packed(step.state.tokens), step.predicted))
         score = step.dense(log_prob.clamp(min=LOWEST), -torch.inf)
@@ -227,7 +229,8 @@ class Planner:
         score = torch.where(decided, held_score, score).masked_fill(~variable, -torch.inf)
         done = step.state.block_step.clamp(max=self.steps - 1)
         quota = (done + 1) * variable.sum(dim=-1) // self.steps
-        return (ranks(score) < quota[:, None]) & variable
+        step.shared[self] = (ranks(score) < quota[:, None]) & variable
+        return step.shared[self]
 
     def __call__(self, scores: Float[Tensor, "batch seq"], step: Step) -> Bool[Tensor, "batch seq"]:
         """See `Selector`."""

@@ -118,6 +118,8 @@ class Spans:
     """Unit of each member; 0 in unused slots, which every reduction here leaves out."""
     scores: Float[Tensor, "batch slots"]
     """Score of each member."""
+    single: bool = False
+    """Every member is a unit of its own, so nothing need be gathered."""
 
     @staticmethod
     def of(
@@ -128,12 +130,18 @@ class Spans:
     ) -> Spans:
         """The units that begin at `starts`."""
         position, used = slots(members)
-        unit = (starts.long().cumsum(dim=1) - 1).gather(1, position)
-        return Spans(step, position, used, unit.masked_fill(~used, 0), scores.gather(1, position))
+        single = starts is members
+        if single:
+            unit = torch.arange(position.shape[1], device=position.device).expand_as(position)
+        else:
+            unit = (starts.long().cumsum(dim=1) - 1).gather(1, position)
+        return Spans(step, position, used, unit.masked_fill(~used, 0), scores.gather(1, position), single)
 
     @cached_property
     def length(self) -> Int64[Tensor, "batch units"]:
         """Members of each unit."""
+        if self.single:
+            return self.used.long()
         return torch.zeros_like(self.unit).scatter_add_(1, self.unit, self.used.long())
 
     @cached_property
@@ -151,11 +159,13 @@ class Spans:
 
     def total(self, values: Float[Tensor, "batch slots"]) -> Float[Tensor, "batch units"]:
         """Sum over the members of each unit."""
-        return torch.zeros_like(values).scatter_add_(1, self.unit, values.masked_fill(~self.used, 0))
+        values = values.masked_fill(~self.used, 0)
+        return values if self.single else torch.zeros_like(values).scatter_add_(1, self.unit, values)
 
     def least(self, values: Float[Tensor, "batch slots"]) -> Float[Tensor, "batch units"]:
         """Minimum over the members of each unit; inf where there is none."""
-        return _reduced(values.masked_fill(~self.used, torch.inf), self.unit, "amin", torch.inf)
+        values = values.masked_fill(~self.used, torch.inf)
+        return values if self.single else _reduced(values, self.unit, "amin", torch.inf)
 
     def unit_score(self, kind: Literal["min", "mean"]) -> Float[Tensor, "batch units"]:
         """Least or mean score of the members of each unit; -inf where there is none."""
@@ -168,16 +178,15 @@ class Spans:
     def pair_max(self, values: Float[Tensor, "batch slots slots"], least: float) -> Float[Tensor, "batch units units"]:
         """Largest value over the pairs of members of two units; `least` where there is no pair."""
         values = values.masked_fill(~(self.used[:, :, None] & self.used[:, None, :]), least)
+        if self.single:
+            return values
         by_column = _reduced(values, self.unit[:, None, :].expand_as(values), "amax", least)
         return _reduced(by_column.mT, self.unit[:, None, :].expand_as(values), "amax", least).mT
 
     def dense(self, chosen: Bool[Tensor, "batch slots"]) -> Bool[Tensor, "batch seq"]:
         """Chosen members at their positions."""
         out = torch.zeros_like(self.step.candidates)
-        row = torch.arange(out.shape[0], device=out.device)[:, None].expand_as(self.position)
-        chosen = chosen & self.used
-        out[row[chosen], self.position[chosen]] = True
-        return out
+        return out.scatter_reduce_(1, self.position, chosen & self.used, "amax")  # unused slots: False at position 0
 
 
 def _reduced(values: Tensor, index: Tensor, how: str, start: float) -> Tensor:

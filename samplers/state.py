@@ -127,6 +127,8 @@ class Step:
     attention (`attention_layers`)."""
     draw: Draw = field(default_factory=Draw)
     """How tokens are drawn, for scores of what is drawn from."""
+    shared: dict[Hashable, Tensor] = field(default_factory=dict, init=False)
+    """What several parts of a strategy need of this step and one of them has computed; by component."""
 
     @cached_property
     def index(self) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
@@ -152,9 +154,9 @@ class Step:
 
     def dense(self, packed: Tensor, fill: float | int | bool) -> Tensor:
         """Packed values `[rows]` at their positions `[batch, seq]`, `fill` elsewhere."""
+        assert self.at is not None
         out = torch.full(self.window.shape, fill, dtype=packed.dtype, device=packed.device)
-        out[self.index] = packed
-        return out
+        return out.masked_scatter_(self.at, packed)
 
     def packed(self, dense: Tensor) -> Tensor:
         """The entries of a dense tensor `[batch, seq]` at the predictions `[rows]`."""

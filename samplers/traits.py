@@ -7,6 +7,7 @@
 | selector | `attention_layers` | None | reads `Step.attention`, averaged over so many last layers |
 | reviser | `replaces` | False | writes other tokens over decided ones |
 | stop rule | `at_end_tokens` | False | ends rows at end-of-sequence tokens and nowhere else |
+| transform | `normalised` | False | answers probabilities that sum to 1, without the mask id, if it is given such |
 | cache policy | `exchangeable` | True | is there for speed: another may take its place |
 
 A component of anyone's states them as attributes of its class or of itself; one made of others names them in `parts`,
@@ -50,6 +51,11 @@ def replaces_tokens(revise: Any) -> bool:
 def ends_at_end_tokens(rule: Any) -> bool:
     """Whether the stop rule ends rows at end-of-sequence tokens only."""
     return all(stated(rule, "at_end_tokens", False))
+
+
+def is_normalised(transform: Any) -> bool:
+    """Whether a transform makes a law of a law, so that nothing is left to normalise."""
+    return all(stated(transform, "normalised", False))
 
 
 def is_exchangeable(cache: Any) -> bool:

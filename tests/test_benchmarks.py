@@ -311,6 +311,8 @@ def test_growth_is_measured_at_each_size(
     capsys.readouterr()
     assert scaling.main([f"--file={path}", "--report"]) == 0
     assert f"n ^ **{length['exponent']:.2f}**" in capsys.readouterr().out
+    line = {"measurement": "processes", "tokens_per_s": {"one": 1000.0, "two": 1650.0}, "ratio": 1.65}
+    assert "| 2 | 1,650 | 1.65 |" in scaling.report([length, line])
     with pytest.raises(ValueError, match="32 tokens a step are no whole number of rows of 12"):
         scaling.growth({**cases[0], "sizes": [8, 12]})
 

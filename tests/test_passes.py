@@ -46,7 +46,7 @@ def test_entropy_is_that_of_the_law(vocab: int, block: None) -> None:
 @pytest.mark.parametrize("vocab", SIZES)
 def test_divergence_is_that_of_the_laws(vocab: int, block: None) -> None:
     first, second = laws(9, vocab, torch.float64), laws(9, vocab, torch.float64).flip(0)
-    left, right = torch.tensor([1, 2, 3, 8, 0]), torch.tensor([1, 5, 5, 8, 1])
+    left, right = torch.tensor([1, 2, 3, 8, 0, 4, 3, 5, 6]), torch.tensor([1, 5, 5, 8, 1, 5, 7, 6, 8])
     got = divergences(first, second, left, right)
     for value, p, q in zip(got.tolist(), first[left].tolist(), second[right].tolist()):
         terms = [math.exp(a) * (passes.FARTHEST if b == -math.inf else a - b) for a, b in zip(p, q) if a > -math.inf]

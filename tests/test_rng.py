@@ -15,10 +15,13 @@ from mdlm.rng import counter_uniform, hash_counters
 INT64 = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 
 
-@given(st.lists(INT64, min_size=1, max_size=5))
+@given(st.lists(st.tuples(INT64, st.booleans()), min_size=1, max_size=5))
 @settings(max_examples=200, deadline=None)
-def test_hash_equals_the_definition_in_unbounded_integers(counters: list[int]) -> None:
-    assert int(hash_counters(*counters)) % 2**64 == reference.splitmix_hash(*counters)
+def test_hash_equals_the_definition_in_unbounded_integers(counters: list[tuple[int, bool]]) -> None:
+    """Of plain numbers, of tensors and of both."""
+    mixed = [torch.tensor([number]) if as_tensor else number for number, as_tensor in counters]
+    expected = reference.splitmix_hash(*(number for number, _ in counters))
+    assert hash_counters(*mixed).flatten().tolist() == [expected - 2**64 if expected >= 2**63 else expected]
 
 
 def test_uniform_is_the_top_52_bits_and_never_0_or_1() -> None:

@@ -29,7 +29,8 @@ from mdlm.samplers.scores import SCORES, negative_entropy, probability
 from mdlm.samplers.select import Looking, Threshold, TopK
 from mdlm.samplers.select_adaptive import EntropyBudget, Factor
 from mdlm.samplers.state import State, Step
-from mdlm.samplers.strategy import Strategy
+from mdlm.samplers.strategy import Strategy, Transform
+from mdlm.samplers.transforms import RepetitionPenalty
 from mdlm.samplers.windows import Blocks, Sliding
 
 SAMPLE = Draw(temperature=1.0)
@@ -365,6 +366,56 @@ def test_credit_begins_anew_with_every_block_and_fades() -> None:
         credit = 0.6**gamma * sum(decay**j for j in range(k))
         lead = 0.6 * (1 + credit) ** alpha
         assert float(last.log_probs[0, position]) == pytest.approx(math.log(lead / (lead + 0.4)), rel=1e-12)
+
+
+def wavering(dtype: torch.dtype) -> FunctionDenoiser:
+    """Leads with token 0, 5, 0, 9, ... as the row fills; forbids every seventh token."""
+
+    def logits(tokens: Tensor) -> Tensor:
+        left = int((tokens == 40).sum())
+        generator = torch.Generator().manual_seed(left)
+        values = 3 * torch.randn(*tokens.shape, 41, generator=generator, dtype=torch.float64)
+        values[..., [0, 5, 0, 9][left % 4]] += 8.0
+        values[..., 1::7] = -torch.inf
+        return values.to(dtype)
+
+    return FunctionDenoiser(logits, 40, 41)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [1e-4, 0.7, 3.0, 2e3])
+def test_the_fused_law_is_normalised_to_the_last_digits(alpha: float, dtype: torch.dtype) -> None:
+    """Against a softmax over everything in float64, from nothing to a bonus of thousands of nats."""
+    denoiser, credit, gamma, decay = wavering(dtype), torch.zeros(12, 41, dtype=torch.float64), 0.2, 0.8
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+
+    def check(step: Step, committed: Tensor) -> None:
+        masked = torch.where(step.candidates, 40, 3)  # `wavering` looks at how many masks there are
+        plain = denoiser(masked, at=step.candidates).double()
+        position = step.index[1]
+        credit.mul_(decay)
+        credit[position, plain.argmax(dim=-1)] += (gamma * plain.amax(dim=-1)).exp()
+        expected = (plain + alpha * credit[position].log1p()).log_softmax(dim=-1)
+        assert step.log_probs.dtype == dtype
+        torch.testing.assert_close(step.log_probs.double(), expected, rtol=tolerance, atol=tolerance)
+        assert float(step.log_probs.max()) < 1e-12
+
+    strategy = Strategy(select=TopK(1), transforms=(Credit(alpha, gamma, decay),), observers=(check,))
+    unmask(denoiser, Canvas.from_prompts([[]], 12), strategy)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_credit_beside_a_penalty_leaves_a_law(place: int) -> None:
+    totals: list[float] = []
+    transforms: list[Transform] = [RepetitionPenalty(5.0)]
+    transforms.insert(place, Credit())
+    strategy = Strategy(
+        select=TopK(1),
+        transforms=tuple(transforms),
+        observers=(lambda step, committed: totals.extend(step.log_probs.exp().sum(dim=-1).tolist()),),
+    )
+    unmask(wavering(torch.float64), Canvas.from_prompts([[0, 5]], 6), strategy)
+    assert totals == pytest.approx([1.0] * len(totals), abs=1e-12)
 
 
 def test_windows_that_overlap_begin_anew_with_their_number_too() -> None:

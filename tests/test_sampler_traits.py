@@ -19,6 +19,7 @@ from mdlm.samplers.draw import Draw
 from mdlm.samplers.early_exit import EarlyExit
 from mdlm.samplers.edit import EditTokens
 from mdlm.samplers.generate import generate
+from mdlm.samplers.history import Credit
 from mdlm.samplers.phases import Relay
 from mdlm.samplers.remdm import Planner
 from mdlm.samplers.revise import Revision
@@ -27,7 +28,15 @@ from mdlm.samplers.select_adaptive import MinSpacing
 from mdlm.samplers.spans import Clusters
 from mdlm.samplers.speculate import Speculative
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.traits import attention_layers, draws_itself, is_exchangeable, reads_scores, replaces_tokens
+from mdlm.samplers.traits import (
+    attention_layers,
+    draws_itself,
+    is_exchangeable,
+    is_normalised,
+    reads_scores,
+    replaces_tokens,
+)
+from mdlm.samplers.transforms import SuppressTokens
 from mdlm.samplers.wino import MaskedInTurn
 
 CLAD = Clusters(0.2, conflict=MutualTop1(3))
@@ -43,6 +52,8 @@ def test_what_our_own_components_state() -> None:
     assert not draws_itself(EarlyExit(TopK(1)), 0.0)
     assert replaces_tokens(EditTokens())
     assert not replaces_tokens(None)
+    assert is_normalised(Credit())
+    assert not is_normalised(SuppressTokens((1,)))
     assert not is_exchangeable(Speculative())
     assert not is_exchangeable(MaskedInTurn())
     assert is_exchangeable(NoCache())
