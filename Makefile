@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := mdlm/*.py samplers training eval benchmarks tests notebooks
+SOURCES := mdlm/*.py samplers training eval benchmarks docs/studies tests notebooks
 
 .PHONY: help install demo browser test test-slow lint format notebooks clean
 
 help:
-	@echo "make demo       install, train on the built-in corpus, save, evaluate, generate, show the text unmasking (about 6 minutes)"
+	@echo "make demo       install, fine-tune the built-in model on FOLDER (default: the sources of mdlm), loss and samples before"
+	@echo "                and after, the text unmasking (about 6 minutes)"
 	@echo "make test       install (Chromium as well where apt-get can), run the test suite"
 	@echo "make test-slow  the extras behind the marker 'slow'"
 	@echo "make lint       install, ruff and mypy"
@@ -25,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)
 
 demo: $(STAMP)
-	@echo "== demo: train, save, evaluate, generate"
-	$(BIN)/mdlm demo
+	@echo "== demo: fine-tune the built-in model"
+	$(BIN)/mdlm demo $(if $(FOLDER),--folder "$(FOLDER)")
 
 # Chromium for the tests of pages, from Debian; without it, or without the right to install, those tests are skipped.
 browser:

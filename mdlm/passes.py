@@ -74,8 +74,8 @@ def divergences(
     first_rows: Int64[Tensor, " rows"],
     second_rows: Int64[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """KL(first || second) in nats of two laws each, 0 or more. A token to which the second gives less than e^-`FARTHEST`
-    of what the first does counts so many nats, not infinitely many."""
+    """KL(first || second) in nats of two laws each, 0 or more. A token to which the second gives less than
+    e^-`FARTHEST` of what the first does counts so many nats, not infinitely many."""
     out = first.new_empty(len(first_rows))
     for block in row_blocks(first, len(out)):
         law, other = _rows(first, first_rows[block]), _rows(second, second_rows[block])

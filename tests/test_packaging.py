@@ -104,6 +104,8 @@ def test_the_wheel_holds_every_file_and_only_mdlm(tmp_path: Path) -> None:
     expected |= {f"mdlm/training/recipes/{p.name}" for p in (ROOT / "training" / "recipes").glob("*.yaml")}
     expected |= {f"mdlm/eval/harness_presets/{p.name}" for p in (ROOT / "eval" / "harness_presets").glob("*.[py]*")}
     expected |= {"mdlm/py.typed", "mdlm/samplers/show.html", "mdlm/training/recipes/__init__.py"}
+    models = ROOT / "mdlm" / "builtin_models"
+    expected |= {str(p.relative_to(ROOT)) for p in models.rglob("*") if p.is_file()}
     assert names == expected
 
 

@@ -81,8 +81,8 @@ def introduction(run: Run) -> str:
         lines += [] if difference is None else [difference]
     return "\n".join(
         [
-            f"{parameters / 1e6:.2f} M parameters{share}; {batch.global_batch} rows of {run.config.data.seq_len} tokens a "
-            f"step = {run.links.world} process(es) x {run.accumulation} x {run.micro_batch}; "
+            f"{parameters / 1e6:.2f} M parameters{share}; {batch.global_batch} rows of {run.config.data.seq_len} "
+            f"tokens a step = {run.links.world} process(es) x {run.accumulation} x {run.micro_batch}; "
             f"{run.total_steps} steps, {start}; {run.accelerator.device.type}, {batch.precision}",
             *lines,
         ]
