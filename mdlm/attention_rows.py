@@ -38,13 +38,10 @@ def layer_count(layers: int | float, total: int) -> int:
 def slots(at: Bool[Tensor, "batch seq"]) -> tuple[Int[Tensor, "batch slots"], Bool[Tensor, "batch slots"]]:
     """The True positions of each row, from the left, in as many columns as the fullest row needs; and which columns a
     row uses. Unused ones hold position 0."""
-    row, position = at.nonzero(as_tuple=True)
-    slot = (at.long().cumsum(dim=-1) - 1)[row, position]
-    count = at.sum(dim=-1)
-    used = torch.arange(int(count.max()), device=at.device) < count[:, None]
+    count = at.sum(dim=-1, keepdim=True)
+    used = torch.arange(int(count.max()), device=at.device) < count
     index = torch.zeros(used.shape, dtype=torch.int64, device=at.device)
-    index[row, slot] = position
-    return index, used
+    return index.masked_scatter_(used, at.nonzero()[:, 1]), used  # both in the order of rows, then of positions
 
 
 TOGETHER = 4
@@ -116,7 +113,8 @@ def attention_rows(
         not_before = blocks.gather(1, source)[:, :, None] >= blocks[:, None, :]
         sees = not_before if sees is None else sees & not_before
     key_turn = rotary_angles(config, positions)
-    query_turn = rotary_angles(config, positions.gather(1, source))
+    turned = source[:, None, :, None].expand(-1, -1, -1, config.head_dim)
+    query_turn = key_turn[0].gather(2, turned), key_turn[1].gather(2, turned)
 
     assert noted, "no layer ran"
     total: Tensor | float = 0.0

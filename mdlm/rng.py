@@ -8,8 +8,10 @@ splittable pseudorandom number generators", OOPSLA 2014), applied once per count
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +20,13 @@ _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-Number = TypeVar("Number", int, Tensor)
-"""A 64-bit integer (signed), or many. Plain ones are hashed as such: a call of torch costs more than the arithmetic."""
+Number = TypeVar("Number", int, np.ndarray, Tensor)
+"""A 64-bit integer (signed), or many: plain numbers and arrays are hashed as such, because for a few hundred positions a
+call of torch costs more than the arithmetic."""
 
 
 def _wrapped(x: Number) -> Number:
-    """`x` modulo 2^64; tensors wrap by themselves."""
+    """`x` modulo 2^64; arrays and tensors wrap by themselves."""
     return (x + (1 << 63)) % (1 << 64) - (1 << 63) if isinstance(x, int) else x
 
 
@@ -45,12 +48,27 @@ def hash_counters(*counters: int | Tensor) -> Tensor:
     """
     assert counters, "at least one counter"
     device = next((c.device for c in counters if isinstance(c, Tensor)), None)
+    with np.errstate(over="ignore"):
+        state = _hashed([_operand(counter, device) for counter in counters])
+    if isinstance(state, Tensor):
+        return state
+    return torch.from_numpy(np.asarray(state, dtype=np.int64)).to(device)
+
+
+def _operand(counter: int | Tensor, device: torch.device | None) -> Any:
+    """A counter as a number, an array where all of them lie on a CPU, or a tensor on `device`."""
+    if not isinstance(counter, Tensor):
+        assert -(2**63) <= counter < 2**63, f"{counter} has more than 64 bits"
+        return int(counter)
+    value = counter.to(device, torch.int64)
+    return value.numpy() if value.device.type == "cpu" else value
+
+
+def _hashed(values: Sequence[Any]) -> Any:
     state: Any = 0
-    for counter in counters:
-        value: Any = counter.to(device, torch.int64) if isinstance(counter, Tensor) else int(counter)
-        assert isinstance(value, Tensor) or -(2**63) <= value < 2**63, f"{value} has more than 64 bits"
+    for value in values:
         state = _mix(_wrapped((state ^ _mix(_wrapped(value + _GOLDEN))) + _GOLDEN))
-    return torch.as_tensor(state, dtype=torch.int64, device=device)
+    return state
 
 
 def counter_uniform(*counters: int | Tensor) -> Tensor:

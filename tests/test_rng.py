@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from mdlm import rng
 from mdlm.rng import counter_uniform, hash_counters
 
 INT64 = st.integers(min_value=-(2**63), max_value=2**63 - 1)
@@ -18,10 +19,13 @@ INT64 = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 @given(st.lists(st.tuples(INT64, st.booleans()), min_size=1, max_size=5))
 @settings(max_examples=200, deadline=None)
 def test_hash_equals_the_definition_in_unbounded_integers(counters: list[tuple[int, bool]]) -> None:
-    """Of plain numbers, of tensors and of both."""
+    """Of plain numbers, of tensors and of both; by the arithmetic of tensors too, which another device would use."""
     mixed = [torch.tensor([number]) if as_tensor else number for number, as_tensor in counters]
     expected = reference.splitmix_hash(*(number for number, _ in counters))
-    assert hash_counters(*mixed).flatten().tolist() == [expected - 2**64 if expected >= 2**63 else expected]
+    signed = expected - 2**64 if expected >= 2**63 else expected
+    assert hash_counters(*mixed).flatten().tolist() == [signed]
+    assert hash_counters(*(torch.tensor(number) for number, _ in counters)).tolist() == signed
+    assert int(rng._hashed(mixed)) == signed
 
 
 def test_uniform_is_the_top_52_bits_and_never_0_or_1() -> None:
