@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-BLOCK = 1 << 19
-"""Numbers per block: two megabytes in float32."""
+BLOCK = 1 << 18
+"""Numbers per block: one megabyte in float32."""
 PART = 64
 """Columns per part in `largest`."""
 PIECE = 256

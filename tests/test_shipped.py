@@ -88,7 +88,7 @@ def test_the_sample_command_takes_the_name(capsys: pytest.CaptureFixture[str]) -
     arguments = [f"builtin:{NAME}", "--prompt=def ", "--max_new_tokens=8"]
     assert sample(arguments) == 0
     first = capsys.readouterr().out
-    assert first.startswith("def ")
+    assert first.startswith("--- 0\ndef ")
     assert sample(arguments) == 0
     assert capsys.readouterr().out == first
 
