@@ -21,8 +21,8 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 Number = TypeVar("Number", int, np.ndarray, Tensor)
-"""A 64-bit integer (signed), or many: plain numbers and arrays are hashed as such, because for a few hundred positions a
-call of torch costs more than the arithmetic."""
+"""A 64-bit integer (signed), or many: plain numbers and arrays are hashed as such, because for a few hundred positions
+a call of torch costs more than the arithmetic."""
 
 
 def _wrapped(x: Number) -> Number:
