@@ -9,7 +9,7 @@ SOURCES := mdlm/*.py samplers training eval benchmarks docs/studies tests notebo
 
 help:
 	@echo "make demo       install, fine-tune the built-in model on FOLDER (default: the sources of mdlm), loss and samples before"
-	@echo "                and after, the text unmasking (about 6 minutes)"
+	@echo "                and after, the text unmasking (about 5 minutes)"
 	@echo "make test       install (Chromium as well where apt-get can), run the test suite"
 	@echo "make test-slow  the extras behind the marker 'slow'"
 	@echo "make lint       install, ruff and mypy"
