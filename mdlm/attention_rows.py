@@ -11,7 +11,7 @@ are normalised over everything the row sees, padding excluded; only then are the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mdlm.attention import FlashPlan, document_ids, previous_in_document, token_positions
-from mdlm.layers import rotary_angles, rotate
+from mdlm.layers import rotate
 from mdlm.modeling import MDLMForMaskedLM
 
 
@@ -60,19 +60,32 @@ class Heads(NamedTuple):
     key: Float[Tensor, "..."]
 
 
+@dataclass
+class Noted:
+    """What one forward leaves behind."""
+
+    heads: list[Heads] = field(default_factory=list)
+    """Of the last layers, in their order."""
+    rotation: tuple[Tensor, ...] = ()
+    """Cosine and sine of the angles of all tokens, `[batch or 1, 1, seq, dim]`, or packed likewise."""
+
+
 @contextmanager
-def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[list[Heads]]:
+def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[Noted]:
     """While open, one forward notes the queries and keys of the last `layers` layers here."""
-    noted: list[Heads] = []
+    noted = Noted()
     queries: list[Tensor] = []
+
+    def note_rotation(module: nn.Module, args: tuple[Any, ...]) -> None:
+        noted.rotation = args[1]
 
     def note_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         queries.append(output)
 
     def note_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        noted.append(Heads(queries.pop(), output))
+        noted.heads.append(Heads(queries.pop(), output))
 
-    handles = []
+    handles = [model.model.layers[-1].self_attn.register_forward_pre_hook(note_rotation)]
     for layer in model.model.layers[-layers:]:
         handles.append(layer.self_attn.q_norm.register_forward_hook(note_query))
         handles.append(layer.self_attn.k_norm.register_forward_hook(note_key))
@@ -85,7 +98,7 @@ def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[list[Heads]]:
 
 def attention_rows(
     model: MDLMForMaskedLM,
-    noted: Sequence[Heads],
+    noted: Noted,
     at: Bool[Tensor, "batch seq"],
     attention_mask: Bool[Tensor, "batch seq"] | None,
     position_ids: Int[Tensor, "batch seq"] | None,
@@ -98,7 +111,6 @@ def attention_rows(
     """
     config = model.config
     index, used = slots(at)
-    positions = token_positions(at.long(), attention_mask, position_ids).expand(at.shape)
     documents = document_ids(attention_mask, position_ids)
     plan = model.model.plan_flash(attention_mask, position_ids)
     source = index
@@ -109,17 +121,20 @@ def attention_rows(
     if documents is not None:
         sees = documents.gather(1, source)[:, :, None] == documents[:, None, :]
     if config.block_size is not None:
+        positions = token_positions(at.long(), attention_mask, position_ids).expand(at.shape)
         blocks = positions // config.block_size
         not_before = blocks.gather(1, source)[:, :, None] >= blocks[:, None, :]
         sees = not_before if sees is None else sees & not_before
-    key_turn = rotary_angles(config, positions)
+    assert noted.heads, "no layer ran"
+    key_turn = noted.rotation
+    if plan is not None:
+        key_turn = tuple(_unpacked(turn.transpose(1, 2), plan, at.shape).transpose(1, 2) for turn in key_turn)
     turned = source[:, None, :, None].expand(-1, -1, -1, config.head_dim)
-    query_turn = key_turn[0].gather(2, turned), key_turn[1].gather(2, turned)
+    query_turn = [turn.expand(len(at), -1, -1, -1).gather(2, turned) for turn in key_turn]
 
-    assert noted, "no layer ran"
     total: Tensor | float = 0.0
-    for start in range(0, len(noted), TOGETHER):  # layers side by side, as if they were more heads of one
-        layers = noted[start : start + TOGETHER]
+    for start in range(0, len(noted.heads), TOGETHER):  # layers side by side, as if they were more heads of one
+        layers = noted.heads[start : start + TOGETHER]
         if plan is not None:
             layers = [Heads(*(_unpacked(heads, plan, at.shape) for heads in layer)) for layer in layers]
         assert layers[0].query.shape[:2] == at.shape, "the forward that was noted saw other tokens"
@@ -127,7 +142,7 @@ def attention_rows(
         query = torch.cat([layer.query.gather(1, picked) for layer in layers], dim=2).transpose(1, 2)
         key = torch.cat([layer.key for layer in layers], dim=2).transpose(1, 2)
         weights = _weights(rotate(query, *query_turn), rotate(key, *key_turn), sees)
-        total = total + weights * (len(layers) / len(noted))
+        total = total + weights * (len(layers) / len(noted.heads))
     assert isinstance(total, Tensor)
     columns = total.gather(2, index[:, None, :].expand(-1, index.shape[1], -1))
     return columns.masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)

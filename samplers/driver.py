@@ -30,7 +30,7 @@ from mdlm.samplers.canvas import Canvas
 from mdlm.samplers.constrain import Paths
 from mdlm.samplers.state import NOISE_TOKEN, State, Step
 from mdlm.samplers.strategy import Strategy
-from mdlm.samplers.traits import attention_layers, draws_itself, is_normalised, replaces_tokens
+from mdlm.samplers.traits import attention_layers, draws_itself, is_normalised, reads_scores, replaces_tokens
 from mdlm.samplers.windows import PlanningWindow
 
 
@@ -216,7 +216,7 @@ class Run:
             return step.at & step.candidates
         if strategy.draw.before_select:
             step.drawn = self._draw(step)
-        scores = step.dense(strategy.score(step), fill=-torch.inf).masked_fill(~step.candidates, -torch.inf)
+        scores = self._scores(step)
         drawn, chosen = step.drawn, strategy.select(scores, step)
         if step.drawn is not drawn and not draws_itself(strategy.select, strategy.draw.temperature):
             raise ValueError(
@@ -224,6 +224,14 @@ class Run:
                 "('sampling' or 'always', see samplers/traits.py)"
             )
         return self._ensure_progress(step, chosen, scores)
+
+    def _scores(self, step: Step) -> Float[Tensor, "batch seq"]:
+        """The scorer's numbers at the candidates (zeros for a selector that follows a schedule of its own and reads
+        none), -inf elsewhere."""
+        strategy = self.strategy
+        if strategy.select.schedule is not None and not reads_scores(strategy.select):
+            return torch.zeros_like(self.state.log_probs).masked_fill_(~step.candidates, -torch.inf)
+        return step.dense(strategy.score(step), fill=-torch.inf).masked_fill(~step.candidates, -torch.inf)
 
     def _draw(self, step: Step) -> Int64[Tensor, " rows"]:
         """A token for each prediction: each on its own, or jointly under a constraint."""
@@ -236,7 +244,7 @@ class Run:
         """A uniform number to draw the token of each of these positions by; zeros where none is needed."""
         if self.strategy.draw.temperature == 0:
             return torch.zeros(len(row), dtype=torch.float64, device=row.device)
-        return self.state.uniform(NOISE_TOKEN)[row, position]
+        return self.state.uniform_at(NOISE_TOKEN, row, position)
 
     def _ensure_progress(
         self, step: Step, commit: Bool[Tensor, "batch seq"], scores: Float[Tensor, "batch seq"] | None = None
@@ -246,27 +254,32 @@ class Run:
         schedule = self.strategy.select.schedule
         if schedule is not None:
             return commit | (step.candidates & (self.state.block_step >= schedule - 1)[:, None])
+        stuck = ~commit.any(dim=-1, keepdim=True)
+        if not bool(stuck.any()):
+            return commit
         score = torch.zeros_like(self.state.log_probs) if scores is None else scores
         lowest = torch.finfo(score.dtype).min
         best = torch.where(step.candidates, score.clamp(min=lowest), -torch.inf).argmax(dim=-1, keepdim=True)
-        stuck = ~commit.any(dim=-1, keepdim=True)
         return commit | (torch.zeros_like(commit).scatter_(-1, best, stuck) & step.candidates)
 
     def _write(self, step: Step, commit: Bool[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
         """Draw tokens where none is drawn yet, write them, and say where: at what is admitted of `commit`."""
         state = self.state
-        chosen = step.packed(commit) if step.log_probs.numel() else commit.new_zeros(0)
-        log_probs = step.log_probs if bool(chosen.all()) else step.log_probs[chosen]
         row, position = commit.nonzero(as_tuple=True)
-        if self.paths is not None and step.drawn is None and len(row):
+        if len(row) == 0:
+            return commit
+        chosen = step.packed(commit)
+        if step.drawn is None and self.paths is not None:
             step.drawn = self._draw(step)
         if step.drawn is not None:
-            tokens = step.drawn[chosen]
-        elif len(row):
-            tokens = self.strategy.draw(log_probs, self._token_noise(row, position))
+            tokens, written = step.drawn[chosen], step.of(step.drawn)[chosen]
+        elif self.strategy.draw.temperature == 0:
+            written, tokens = (part[chosen] for part in step.best)
         else:
-            return commit
-        written = log_probs.gather(-1, tokens[:, None])[:, 0].double()
+            log_probs = step.log_probs if bool(chosen.all()) else step.log_probs[chosen]
+            tokens = self.strategy.draw(log_probs, self._token_noise(row, position))
+            written = log_probs.gather(-1, tokens[:, None])[:, 0]
+        written = written.double()
         if bool((written.isnan() | (tokens == self.mask_token_id)).any()):
             raise ValueError(
                 "the denoiser gave NaN, or mass to the mask id; it must give log-probabilities with -inf at the mask id"

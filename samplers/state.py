@@ -105,6 +105,12 @@ class State:
         position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return counter_uniform(self.keys[:, None], purpose, self.step, position)
 
+    def uniform_at(
+        self, purpose: int, row: Int64[Tensor, " rows"], position: Int64[Tensor, " rows"]
+    ) -> Float64[Tensor, " rows"]:
+        """`uniform(purpose)[row, position]`, and no other number is computed."""
+        return counter_uniform(self.keys[row], purpose, self.step, position)
+
 
 @dataclass
 class Step:

@@ -99,6 +99,9 @@ class EnumeratedState(State):
         default = torch.full(self.tokens.shape, 0.5, dtype=torch.float64)
         return self.noise.get(purpose, default)
 
+    def uniform_at(self, purpose: int, row: Tensor, position: Tensor) -> Tensor:
+        return self.uniform(purpose)[row, position]
+
 
 def exact_law(
     source: ExactSource, strategy: Strategy, history: bool | None = None, max_rounds: int = 10_000, drop: float = 0.0
