@@ -11,7 +11,7 @@ are normalised over everything the row sees, padding excluded; only then are the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,7 +21,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mdlm.attention import FlashPlan, document_ids, previous_in_document, token_positions
-from mdlm.layers import rotate
 from mdlm.modeling import MDLMForMaskedLM
 
 
@@ -53,42 +52,22 @@ Attention = Callable[[Bool[Tensor, "batch seq"]], Float[Tensor, "batch slots slo
 
 
 class Heads(NamedTuple):
-    """Queries and keys of one layer, normalised and not yet rotated: `[batch, seq, heads, dim]`, or, under flash
-    attention, packed as `FlashPlan` says."""
+    """Queries and keys of one layer, as they meet: `[batch, heads, seq, dim]`, or, under flash attention, packed as
+    `FlashPlan` says."""
 
     query: Float[Tensor, "..."]
     key: Float[Tensor, "..."]
 
 
-@dataclass
-class Noted:
-    """What one forward leaves behind."""
-
-    heads: list[Heads] = field(default_factory=list)
-    """Of the last layers, in their order."""
-    rotation: tuple[Tensor, ...] = ()
-    """Cosine and sine of the angles of all tokens, `[batch or 1, 1, seq, dim]`, or packed likewise."""
-
-
 @contextmanager
-def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[Noted]:
+def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[list[Heads]]:
     """While open, one forward notes the queries and keys of the last `layers` layers here."""
-    noted = Noted()
-    queries: list[Tensor] = []
+    noted: list[Heads] = []
 
-    def note_rotation(module: nn.Module, args: tuple[Any, ...]) -> None:
-        noted.rotation = args[1]
+    def note(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        noted.append(Heads(*output))
 
-    def note_query(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        queries.append(output)
-
-    def note_key(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        noted.heads.append(Heads(queries.pop(), output))
-
-    handles = [model.model.layers[-1].self_attn.register_forward_pre_hook(note_rotation)]
-    for layer in model.model.layers[-layers:]:
-        handles.append(layer.self_attn.q_norm.register_forward_hook(note_query))
-        handles.append(layer.self_attn.k_norm.register_forward_hook(note_key))
+    handles = [layer.self_attn.rotate.register_forward_hook(note) for layer in model.model.layers[-layers:]]
     try:
         yield noted
     finally:
@@ -98,7 +77,7 @@ def noted_heads(model: MDLMForMaskedLM, layers: int) -> Iterator[Noted]:
 
 def attention_rows(
     model: MDLMForMaskedLM,
-    noted: Noted,
+    noted: Sequence[Heads],
     at: Bool[Tensor, "batch seq"],
     attention_mask: Bool[Tensor, "batch seq"] | None,
     position_ids: Int[Tensor, "batch seq"] | None,
@@ -125,24 +104,18 @@ def attention_rows(
         blocks = positions // config.block_size
         not_before = blocks.gather(1, source)[:, :, None] >= blocks[:, None, :]
         sees = not_before if sees is None else sees & not_before
-    assert noted.heads, "no layer ran"
-    key_turn = noted.rotation
-    if plan is not None:
-        key_turn = tuple(_unpacked(turn.transpose(1, 2), plan, at.shape).transpose(1, 2) for turn in key_turn)
-    turned = source[:, None, :, None].expand(-1, -1, -1, config.head_dim)
-    query_turn = [turn.expand(len(at), -1, -1, -1).gather(2, turned) for turn in key_turn]
-
+    assert noted, "no layer ran"
     total: Tensor | float = 0.0
-    for start in range(0, len(noted.heads), TOGETHER):  # layers side by side, as if they were more heads of one
-        layers = noted.heads[start : start + TOGETHER]
+    for start in range(0, len(noted), TOGETHER):  # layers side by side, as if they were more heads of one
+        layers = noted[start : start + TOGETHER]
         if plan is not None:
             layers = [Heads(*(_unpacked(heads, plan, at.shape) for heads in layer)) for layer in layers]
-        assert layers[0].query.shape[:2] == at.shape, "the forward that was noted saw other tokens"
-        picked = source[:, :, None, None].expand(-1, -1, *layers[0].query.shape[2:])
-        query = torch.cat([layer.query.gather(1, picked) for layer in layers], dim=2).transpose(1, 2)
-        key = torch.cat([layer.key for layer in layers], dim=2).transpose(1, 2)
-        weights = _weights(rotate(query, *query_turn), rotate(key, *key_turn), sees)
-        total = total + weights * (len(layers) / len(noted.heads))
+        heads, seq, width = layers[0].query.shape[1:]
+        assert (len(at), seq) == at.shape, "the forward that was noted saw other tokens"
+        picked = source[:, None, :, None].expand(-1, heads, -1, width)
+        query = torch.cat([layer.query.gather(2, picked) for layer in layers], dim=1)
+        weights = _weights(query, torch.cat([layer.key for layer in layers], dim=1), sees)
+        total = total + weights * (len(layers) / len(noted))
     assert isinstance(total, Tensor)
     columns = total.gather(2, index[:, None, :].expand(-1, index.shape[1], -1))
     return columns.masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
@@ -179,10 +152,11 @@ def between_slots(
     return between.masked_fill(~(used[:, :, None] & used[:, None, :]), 0.0)
 
 
-def _unpacked(heads: Tensor, plan: FlashPlan, shape: torch.Size) -> Float[Tensor, "batch seq heads dim"]:
-    """`[1, real, heads, dim]` at its places in the batch, zeros on padding."""
-    out = heads.new_zeros(shape.numel(), *heads.shape[2:])
-    return out.index_copy(0, plan.tokens, heads[0]).view(*shape, *heads.shape[2:])
+def _unpacked(heads: Tensor, plan: FlashPlan, shape: torch.Size) -> Float[Tensor, "batch heads seq dim"]:
+    """`[1, heads, real, dim]` at its places in the batch, zeros on padding."""
+    packed = heads[0].transpose(0, 1)
+    out = packed.new_zeros(shape.numel(), *packed.shape[1:])
+    return out.index_copy(0, plan.tokens, packed).view(*shape, *packed.shape[1:]).transpose(1, 2)
 
 
 def _weights(

@@ -130,8 +130,13 @@ class ModelDenoiser:
         at: Bool[Tensor, "batch seq"] | None = None,
     ) -> Float[Tensor, "..."]:
         """See `Denoiser`."""
-        out = self.model(tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at)
-        return emit_log_probs(out.logits, self.mask_token_id, self.num_tokens, overwrite=True)
+
+        def logits() -> Float[Tensor, "..."]:
+            out = self.model(tokens, attention_mask=attention_mask, position_ids=position_ids, logits_at=at)
+            answer: Tensor = out.logits
+            return answer
+
+        return emit_log_probs(logits(), self.mask_token_id, self.num_tokens, overwrite=True, again=logits)
 
     @torch.no_grad()
     def with_attention(

@@ -135,6 +135,18 @@ def rotate(
     return (x * cos + turned * sin).to(x.dtype)  # the float32 angles widen the products
 
 
+class Rotation(nn.Module):
+    """Rotary positions of queries and keys; a module so that what it answers can be noted (`attention_rows.py`)."""
+
+    def forward(
+        self,
+        query: Float[Tensor, "batch heads seq dim"],
+        key: Float[Tensor, "batch kv_heads seq dim"],
+        angles: tuple[Tensor, Tensor],
+    ) -> tuple[Float[Tensor, "batch heads seq dim"], Float[Tensor, "batch kv_heads seq dim"]]:
+        return rotate(query, *angles), rotate(key, *angles)
+
+
 class MDLMAttention(nn.Module):
     """Grouped-query self-attention without causal order; the mask decides who sees whom."""
 
@@ -154,6 +166,7 @@ class MDLMAttention(nn.Module):
         self.o_proj = ResidualOutput(query_width, config.hidden_size, bias=config.bias)
         self.q_scale, self.k_scale = scale_behind(self.q_proj, config), scale_behind(self.k_proj, config)
         self.v_scale, self.o_scale = scale_behind(self.v_proj, config), scale_behind(self.o_proj, config)
+        self.rotate = Rotation()
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         self.v_norm: nn.Module = nn.Identity()
@@ -177,7 +190,7 @@ class MDLMAttention(nn.Module):
         query = self.q_norm(self.q_scale(self.q_proj(hidden)).view(by_head)).transpose(1, 2)
         key = self.k_norm(self.k_scale(self.k_proj(hidden)).view(by_head)).transpose(1, 2)
         value = self.v_norm(self.v_scale(self.v_proj(hidden)).view(by_head)).transpose(1, 2)
-        query, key = rotate(query, *rotation), rotate(key, *rotation)
+        query, key = self.rotate(query, key, rotation)
         if feeding is not None:
             key, value = feeding.exchange(self.layer, key, value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)

@@ -20,10 +20,8 @@ PART = 64
 """Columns per part in `largest`."""
 PIECE = 256
 """Columns per part in `row_sum`."""
-LOWEST = -1e4
-"""Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
 FARTHEST = 1e4
-"""Difference of two log-probabilities, one of which is -inf, in nats."""
+"""Difference of two log-probabilities, the second of which is -inf, in nats."""
 
 
 def row_blocks(values: Float[Tensor, "_ vocab"], rows: int) -> Iterator[slice]:
@@ -47,12 +45,12 @@ def per_row(
 
 
 def row_sum(values: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
-    """Sum of each row, in parts of `PIECE`: a sum over one long row alone would be split among threads."""
+    """Sum of each row without NaN, in parts of `PIECE`: a sum over one long row alone would be split among threads."""
     vocab = values.shape[-1]
     whole = vocab - vocab % PIECE
-    parts = values[:, :whole].unflatten(-1, (-1, PIECE)).sum(dim=-1)
+    parts = values[:, :whole].unflatten(-1, (-1, PIECE)).nansum(dim=-1)
     if whole < vocab:
-        parts = torch.cat([parts, values[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+        parts = torch.cat([parts, values[:, whole:].nansum(dim=-1, keepdim=True)], dim=-1)
     return parts.sum(dim=-1)
 
 
@@ -62,8 +60,8 @@ def entropies(
     """Entropy of each row (or of those in `index`) in nats; 0, not NaN, where one token has all the mass."""
 
     def measure(block: Float[Tensor, "block vocab"]) -> Float[Tensor, " block"]:
-        finite = block.clamp(min=LOWEST)
-        return row_sum(finite.softmax(dim=-1).mul_(finite))  # of log-probabilities: exp, by the faster routine
+        # Softmax of log-probabilities is exp by a faster routine; NaN: no mass.
+        return row_sum(block.softmax(dim=-1).mul_(block))
 
     return per_row(log_probs, measure, index).neg_()
 
@@ -74,24 +72,39 @@ def divergences(
     first_rows: Int64[Tensor, " rows"],
     second_rows: Int64[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """KL(first || second) in nats of two laws each, 0 or more. A token to which the second gives less than
-    e^-`FARTHEST` of what the first does counts so many nats, not infinitely many."""
+    """KL(first || second) in nats of two laws each, 0 or more. A token to which only the first gives mass counts
+    `FARTHEST` nats times that mass, not infinitely many."""
     out = first.new_empty(len(first_rows))
+    left, right = _numbers(first_rows), _numbers(second_rows)
     for block in row_blocks(first, len(out)):
-        law, other = _rows(first, first_rows[block]), _rows(second, second_rows[block])
-        finite = law.clamp(min=LOWEST)  # so that no difference is one of two infinite numbers
-        difference = finite.sub_(other).clamp_(max=FARTHEST)
-        out[block] = row_sum(difference.mul_(law.softmax(dim=-1)))
+        law, other = _rows(first, left, block), _rows(second, right, block)
+        # NaN: both have no mass, or the first has none; infinite: only the second has none.
+        terms = (law - other).mul_(law.softmax(dim=-1))
+        out[block] = row_sum(terms)
+    far = out.isinf().nonzero()[:, 0]
+    if len(far):
+        law, other = first.index_select(0, first_rows[far]), second.index_select(0, second_rows[far])
+        terms = (law - other).clamp_(max=FARTHEST).mul_(law.softmax(dim=-1))
+        out[far] = row_sum(terms)
     return out.clamp_(min=0)
 
 
-def _rows(values: Float[Tensor, "_ vocab"], index: Int64[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
-    """The rows in `index`; on a CPU without a copy where they follow one another, as most do."""
-    if values.device.type == "cpu":
-        numbers = index.tolist()
-        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-            return values[numbers[0] : numbers[0] + len(numbers)]
-    return values.index_select(0, index)
+def _numbers(index: Int64[Tensor, " rows"]) -> Int64[Tensor, " rows"] | list[int]:
+    """On a CPU as a list, so that rows that follow one another are seen to do so."""
+    return index.tolist() if index.device.type == "cpu" else index
+
+
+def _rows(
+    values: Float[Tensor, "_ vocab"], numbers: Int64[Tensor, " rows"] | list[int], block: slice
+) -> Float[Tensor, "block vocab"]:
+    """The rows with these numbers, without a copy where they follow one another, as most do."""
+    if isinstance(numbers, Tensor):
+        return values.index_select(0, numbers[block])
+    picked = numbers[block]
+    first, end = picked[0], picked[0] + len(picked)
+    if picked == list(range(first, end)):
+        return values[first:end]
+    return values.index_select(0, torch.tensor(picked))
 
 
 def largest(values: Float[Tensor, "rows vocab"]) -> tuple[Float[Tensor, " rows"], Int64[Tensor, " rows"]]:

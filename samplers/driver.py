@@ -93,7 +93,8 @@ class Run:
                 f"the canvas holds token ids from {int(given.min())} to {int(given.max())}, the model knows 0 .. "
                 f"{denoiser.num_tokens - 1}; is this the model's tokenizer?"
             )
-        if isinstance(strategy.window, PlanningWindow) and strategy.select.blind:
+        self.planning = strategy.window if isinstance(strategy.window, PlanningWindow) else None
+        if self.planning is not None and strategy.select.blind:
             raise ValueError(
                 f"{type(strategy.window).__name__} sizes its blocks by predictions, but "
                 f"{type(strategy.select).__name__} chooses positions without looking at any; take another window or "
@@ -203,8 +204,8 @@ class Run:
         if strategy.constraint is not None:
             self.paths = strategy.constraint(step)
             step.log_probs = self.paths.log_probs
-        if isinstance(strategy.window, PlanningWindow):
-            state.window = step.window = window & strategy.window.plan(step)
+        if self.planning is not None:
+            state.window = step.window = window & self.planning.plan(step)
             step.candidates = step.candidates & step.window
         return step
 

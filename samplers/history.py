@@ -70,11 +70,15 @@ def divergence_from_previous(component: object, step: Step, direction: Direction
 
 def divergence_from_uniform(step: Step, direction: Direction) -> Float[Tensor, " rows"]:
     """KL in nats of each prediction and the uniform law over the tokens it allows, the uniform one as `prev`."""
-    count = per_row(step.log_probs, lambda block: row_sum(block.clone().gt_(-torch.inf)))
+
+    def count(block: Float[Tensor, "block vocab"]) -> Float[Tensor, " block"]:
+        return row_sum(block.clone().gt_(-torch.inf))
+
+    tokens = per_row(step.log_probs, count)
     if direction == "now_prev":
-        return (count.log() - step.entropy).clamp(min=0)
-    finite = per_row(step.log_probs, lambda block: row_sum(block.masked_fill(block == -torch.inf, 0.0)))
-    return (-count.log() - finite / count).clamp(min=0)
+        return (tokens.log() - step.entropy).clamp(min=0)
+    total = per_row(step.log_probs, lambda block: row_sum(block.nan_to_num(neginf=0.0)))
+    return (-tokens.log() - total / tokens).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,8 @@ class StableThreshold(Looking):
         memory["moved"] = torch.cat([memory["moved"][:, :, 1:], moved[:, :, None]], dim=-1)
         rest = (memory["moved"] < self.tau_kl).all(dim=-1) & (step.state.block_step >= self.n - 1)[:, None]
         ready = rest & (scores > log_threshold(self.threshold))
+        if self.quota == 1:
+            return ready  # the driver commits the best where there is none
         quota = highest(scores, torch.full_like(step.state.rows, self.quota))
         return torch.where(ready.any(dim=-1, keepdim=True), ready, quota)
 

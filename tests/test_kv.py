@@ -159,6 +159,7 @@ def test_overwriting_logits_changes_nothing_but_them(dtype: torch.dtype, num_tok
     logits[1, 7] = torch.inf  # one infinite token takes all
     plain = emit_log_probs(logits, 3, num_tokens)
     assert torch.equal(emit_log_probs(logits.clone(), 3, num_tokens, overwrite=True), plain)
+    assert torch.equal(emit_log_probs(logits.clone(), 3, num_tokens, overwrite=True, again=logits.clone), plain)
     logits[2, 4] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         emit_log_probs(logits, 3, num_tokens, overwrite=True)

@@ -86,11 +86,14 @@ def test_logits_given_away_answer_the_same(num_tokens: int, dtype: torch.dtype, 
     plain = emit_log_probs(logits, 2, num_tokens)
     assert plain[1, 4, 7].exp().item() == pytest.approx(0.5)
     assert torch.equal(emit_log_probs(logits.clone(), 2, num_tokens, overwrite=True), plain)
+    assert torch.equal(emit_log_probs(logits.clone(), 2, num_tokens, overwrite=True, again=logits.clone), plain)
     for wrong, message in ((torch.nan, "hold NaN"), (-torch.inf, "nothing to")):
         broken = logits.clone()
         broken[2, 10] = wrong
         with pytest.raises(ValueError, match=message):
-            emit_log_probs(broken, 2, num_tokens, overwrite=True)
+            emit_log_probs(broken.clone(), 2, num_tokens, overwrite=True)
+        with pytest.raises(ValueError, match=message):
+            emit_log_probs(broken.clone(), 2, num_tokens, overwrite=True, again=broken.clone)
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 200])
