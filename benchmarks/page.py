@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import sampler_speed
 import sampling
 import scaling
 import training_step
@@ -74,6 +75,16 @@ SECTIONS = (
         f"at least {sampling.LEAST_RATIO:g} times the tokens/s of the plain loop, each quality losing less than "
         f"{sampling.MOST_LOSS:g} %",
         _sampling_reached,
+    ),
+    Section(
+        "The sampler itself",
+        "python benchmarks/sampler_speed.py",
+        "sampler_speed.jsonl",
+        sampler_speed.report,
+        f"at most {100 * sampler_speed.MOST_SHARE:g} % of a step outside the network, for every strategy that is not "
+        f"speculative; {', '.join(f'{least:g} ({cache})' for cache, least in sampler_speed.LEAST_RATIO.items())} times "
+        f"the tokens/s of the plain loop, by cache; a batch of 16 at least {sampler_speed.LEAST_GAIN:g} times one row",
+        sampler_speed.reached,
     ),
     Section("Scaling", "python benchmarks/scaling.py", "scaling.jsonl", scaling.report),
     Section(

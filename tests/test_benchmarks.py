@@ -26,6 +26,7 @@ from mdlm.tokenization import num_tokens, padded_vocab_size, train_bpe
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import lines
 import page
+import sampler_speed
 import sampling
 import scaling
 from text_quality import NGram, distinct_share, parsed_share
@@ -315,6 +316,31 @@ def test_growth_is_measured_at_each_size(
     assert "| 2 | 1,650 | 1.65 |" in scaling.report([length, line])
     with pytest.raises(ValueError, match="32 tokens a step are no whole number of rows of 12"):
         scaling.growth({**cases[0], "sizes": [8, 12]})
+
+
+def test_the_speed_of_the_sampler_is_measured_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = {"vocab": 64, "layers": 1, "width": 64, "prompt": 4, "new_tokens": 8, "block": 4, "rounds": 1}
+    overhead = {"measurement": "overhead", **size, "steps": 2, "strategies": ["confidence", "eb"]}
+    monkeypatch.setattr(sampler_speed, "CASES", [overhead, {"measurement": "tokens", **size, "batch": 2}])
+    path = tmp_path / "speed.jsonl"
+    assert sampler_speed.main([f"--file={path}"]) == 0
+    first, second = lines.measured(path)
+    for name, share in first["share"].items():
+        network, outside = first["milliseconds (network, outside)"][name]
+        assert share == pytest.approx(outside / (network + outside), abs=0.05)
+    capsys.readouterr()
+    assert sampler_speed.main([f"--file={path}", "--report"]) == 0
+    text = capsys.readouterr().out
+    assert f"| eb | {100 * first['share']['eb']:.1f} % |" in text
+    assert f"| {second['ratio_to_plain']['dual']:.2f} |" in text
+    good = {"share": {"a": 0.1, "b": 0.02}}, {"ratio_to_plain": {"none": 1.5, "prefix": 2.2, "dual": 3.0}}
+    gain = {"batch_gain": {"none": 1.5, "prefix": 2.0, "dual": 2.0}}
+    first, second = {**first, **good[0]}, {**second, **good[1], **gain}
+    assert sampler_speed.reached([first, second]) == "overhead: yes, by every strategy; tokens/s: yes"
+    first["share"]["b"], second["ratio_to_plain"]["prefix"], gain["batch_gain"]["none"] = 0.11, 2.1, 1.4
+    assert sampler_speed.reached([first, second]) == "overhead: not by b; tokens/s: not with prefix, none x2"
 
 
 def test_the_page_of_benchmarks_is_up_to_date() -> None:
