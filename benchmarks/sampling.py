@@ -90,7 +90,12 @@ CANDIDATES: list[dict[str, Any]] = [
     candidate("entropy_threshold", max_entropy=0.3),
     candidate("credit", threshold=0.9),
     candidate("spans", budget=0.1),
+    *(candidate("confidence", steps=steps, block_length=32) for steps in (16, 8)),
+    *(candidate("eb", gamma=gamma, score="probability", block_length=32) for gamma in (1.0, 3.0)),
+    *(candidate("spaced", gamma=gamma, score="probability", block_length=32) for gamma in (1.0, 3.0)),
+    candidate("hierarchy", threshold=0.9),
     candidate("dus"),
+    candidate("dus", block_length=16),
 ]
 
 

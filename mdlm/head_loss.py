@@ -22,9 +22,10 @@ from mdlm.subs import compute_dtype
 
 _IN_CACHE = {"cpu": 2**18}  # elements of the float32 work space: one megabyte stays in a core's cache
 _IN_CACHE_ELSEWHERE = 2**26
-_LOGITS = {"cpu": 2**24}  # logits alive at a time, unless that is fewer rows than
-_FEWEST_ROWS = 512  # whose products still pay for adding their gradient to the head's
+_LOGITS = {"cpu": 2**23}  # logits alive at a time, unless that is fewer rows than
+_FEWEST_ROWS = 256  # whose products still pay for adding their gradient to the head's
 _LOGITS_ELSEWHERE = 2**28
+_HEAD_ROWS = 8192  # of the head's gradient, made at a time
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class _WeightedNll(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
             if grad_head is not None:
-                grad_head += logits.T @ x[rows]
+                for part in range(0, len(head), _HEAD_ROWS):
+                    grad_head[part : part + _HEAD_ROWS] += logits[:, part : part + _HEAD_ROWS].T @ x[rows]
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.dtypes = hidden.dtype, head.dtype
         loss = torch.where(weight == 0, 0.0, weight * nll).sum()
