@@ -94,6 +94,7 @@ CANDIDATES: list[dict[str, Any]] = [
     *(candidate("eb", gamma=gamma, score="probability", block_length=32) for gamma in (1.0, 3.0)),
     *(candidate("spaced", gamma=gamma, score="probability", block_length=32) for gamma in (1.0, 3.0)),
     candidate("hierarchy", threshold=0.9),
+    *(candidate("hierarchy", threshold=0.9, low=low) for low in (0.3, 0.2, 0.1)),
     candidate("dus"),
     candidate("dus", block_length=16),
 ]
